@@ -1,0 +1,50 @@
+"""The names of results and their units, in one place.
+
+A record may hold other names too (a new metric needs no edit here), but a name listed here always has this unit,
+so that the final table, the plots and `testbed.compare` read every record alike.
+"""
+
+from __future__ import annotations
+
+UNITS: dict[str, str] = {
+    "context.tokens": "tokens",
+    "task.score": "fraction",
+    "task.score_full": "fraction",
+    "quality.kept": "fraction",
+    "kl.mean": "nats",
+    "top1.agreement": "fraction",
+    "kv.device_bytes": "bytes",
+    "kv.device_bytes_full": "bytes",
+    "kv.total_bytes": "bytes",
+    "kv.full_bytes": "bytes",
+    "kv.device_saved": "fraction",
+    "kv.total_saved": "fraction",
+    "prefill.s": "s",
+    "decode.ms_per_token": "ms/token",
+    "decode.ms_per_token_full": "ms/token",
+    "decode.speedup": "ratio",
+    "policy.share": "fraction",
+    "sim.local.ms_per_token": "ms/token",
+    "sim.h200.ms_per_token": "ms/token",
+}
+
+HIGHER_IS_BETTER = frozenset(
+    {
+        "task.score",
+        "task.score_full",
+        "quality.kept",
+        "top1.agreement",
+        "kv.device_saved",
+        "kv.total_saved",
+        "decode.speedup",
+    }
+)
+
+
+def unit_of(name: str) -> str:
+    """The unit of a listed name.
+
+    Raises:
+        KeyError: the name is not listed.
+    """
+    return UNITS[name]
