@@ -1,0 +1,1 @@
+"""The native CPU backend: C++ behind a plain C ABI, built on first use."""

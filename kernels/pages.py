@@ -1,0 +1,327 @@
+"""Pages as blobs: P tokens of one (layer, KV head) in one contiguous run of bytes, per storage format.
+
+A move between tiers, a file write and a checksum are then one copy, and what is stored is what a kernel tiles
+over. Keys lie channel-major `[D, P]` (P scores a register, per-channel scales fold into q), values
+token-major `[P, D]`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+FORMAT_IDS = MappingProxyType({"fp32": 0, "bf16": 1, "fp16": 2, "int8": 3, "int4": 4, "proto": 5})
+FLOAT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
+LEVELS = MappingProxyType({"int8": 255, "int4": 15})
+PAGE_TOKENS = (16, 32, 64)
+ALIGN_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Field:
+    """Where one array lies in a page.
+
+    Attributes:
+        dtype: of its elements.
+        shape: of one page's array.
+        offset_bytes: from the start of the page.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset_bytes: int
+
+    @property
+    def width_bytes(self) -> int:
+        """Bytes the array takes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """Layout of a page. Get one by `page_format`.
+
+    Attributes:
+        name: key of `FORMAT_IDS`.
+        page_tokens: P.
+        head_dim: D.
+        groups: prototypes a page (C); 1 for every other format.
+        fields: name -> `Field`. Floats: k [D, P], v [P, D]. int8, int4: k_codes, v_codes, k_scale, k_zero [D]
+            and v_scale, v_zero [P] uint8, header [6] fp32. proto: k [D, C], v [C, D] bf16, log2_count [C]
+            fp32.
+        page_bytes: a multiple of 64.
+    """
+
+    name: str
+    page_tokens: int
+    head_dim: int
+    groups: int
+    fields: Mapping[str, Field]
+    page_bytes: int
+
+    def __hash__(self) -> int:
+        """By what determines the layout."""
+        return hash((self.name, self.page_tokens, self.head_dim, self.groups))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickles by name, since a mapping proxy can't be pickled."""
+        return page_format, (self.name, self.page_tokens, self.head_dim, self.groups)
+
+    @property
+    def format_id(self) -> int:
+        """The number native code knows it by."""
+        return FORMAT_IDS[self.name]
+
+    @property
+    def rows(self) -> int:
+        """Key/value rows a page holds: C prototypes or P tokens."""
+        return self.groups if self.name == "proto" else self.page_tokens
+
+    @property
+    def is_float(self) -> bool:
+        """Whether tokens can be written one by one."""
+        return self.name in FLOAT_DTYPES
+
+
+@cache
+def page_format(name: str, page_tokens: int, head_dim: int, groups: int = 1) -> PageFormat:
+    """The layout of a page.
+
+    Raises:
+        ValueError: an unknown name, a page of other than 16, 32 or 64 tokens, a head size no multiple of 8,
+            groups < 1.
+    """
+    if name not in FORMAT_IDS:
+        raise ValueError(f"format name={name!r}: must be one of {', '.join(FORMAT_IDS)}")
+    if page_tokens not in PAGE_TOKENS:
+        raise ValueError(f"format page_tokens={page_tokens!r}: must be one of {PAGE_TOKENS}")
+    if head_dim < 8 or head_dim % 8:
+        raise ValueError(f"format head_dim={head_dim!r}: must be a positive multiple of 8")
+    if not 1 <= groups <= page_tokens or (groups != 1 and name != "proto"):
+        raise ValueError(f"format groups={groups!r}: must be 1 (1 to {page_tokens} for proto)")
+    fields: dict[str, Field] = {}
+    offset_bytes = 0
+    for key, dtype, shape in _arrays(name, page_tokens, head_dim, groups):
+        fields[key] = Field(dtype, shape, offset_bytes)
+        offset_bytes += fields[key].width_bytes
+    page_bytes = -(-offset_bytes // ALIGN_BYTES) * ALIGN_BYTES
+    return PageFormat(name, page_tokens, head_dim, groups, MappingProxyType(fields), page_bytes)
+
+
+def _arrays(name: str, p: int, d: int, c: int) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """The arrays of a page in the order they lie in; wide elements first, so that all are aligned."""
+    if name in FLOAT_DTYPES:
+        dtype = FLOAT_DTYPES[name]
+        return [("k", dtype, (d, p)), ("v", dtype, (p, d))]
+    if name == "proto":
+        return [
+            ("k", torch.bfloat16, (d, c)),
+            ("v", torch.bfloat16, (c, d)),
+            ("log2_count", torch.float32, (c,)),
+        ]
+    half = 1 if name == "int8" else 2
+    u8 = torch.uint8
+    codes = [("k_codes", u8, (d, p // half)), ("v_codes", u8, (p, d // half))]
+    scales = [("k_scale", u8, (d,)), ("k_zero", u8, (d,)), ("v_scale", u8, (p,)), ("v_zero", u8, (p,))]
+    return [*codes, ("header", torch.float32, (6,)), *scales]
+
+
+def views(fmt: PageFormat, slab: Tensor) -> dict[str, Tensor]:
+    """Typed strided views of a slab's arrays, to read or write in place.
+
+    Args:
+        fmt: the slab's format.
+        slab: [M, page_bytes] uint8, rows contiguous.
+
+    Returns:
+        name -> [M, *shape].
+    """
+    if slab.dtype != torch.uint8 or slab.dim() != 2 or slab.shape[1] != fmt.page_bytes or slab.stride(1) != 1:
+        raise ValueError(
+            f"slab {slab.dtype} {tuple(slab.shape)}: must be uint8 [M, {fmt.page_bytes}], rows contiguous"
+        )
+    out = {}
+    for name, field in fmt.fields.items():
+        raw = slab[:, field.offset_bytes : field.offset_bytes + field.width_bytes]
+        out[name] = raw.view(field.dtype).unflatten(1, field.shape)
+    return out
+
+
+def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
+    """Stores full pages; any strides, so that views of a float page can be quantised directly.
+
+    Args:
+        fmt: target format; for "proto" the page's tokens are grouped by `make_prototypes`.
+        k: [M, P, D] float keys, finite.
+        v: [M, P, D] float values, finite.
+        backend: "cpu", "torch", or None for the fastest there is.
+
+    Returns:
+        [M, page_bytes] uint8.
+    """
+    want = (fmt.page_tokens, fmt.head_dim)
+    if k.dim() != 3 or k.shape != v.shape or k.shape[1:] != want:
+        raise ValueError(
+            f"encode k {tuple(k.shape)}, v {tuple(v.shape)}: must both be [M, {want[0]}, {want[1]}]"
+        )
+    if fmt.name == "proto":
+        return encode_prototypes(fmt, *make_prototypes(k, v, fmt.groups))
+    blobs = torch.zeros(k.shape[0], fmt.page_bytes, dtype=torch.uint8, device=k.device)
+    out = views(fmt, blobs)
+    if fmt.is_float:
+        out["k"].copy_(k.transpose(1, 2))
+        out["v"].copy_(v)
+        return blobs
+    _quantise_into(out, "k", k.transpose(1, 2).float(), LEVELS[fmt.name])
+    _quantise_into(out, "v", v.float(), LEVELS[fmt.name])
+    return blobs
+
+
+def decode(fmt: PageFormat, blobs: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """The keys and values of stored pages.
+
+    Args:
+        fmt: the pages' format.
+        blobs: [M, page_bytes] uint8.
+        dtype: of the result.
+
+    Returns:
+        k, v: [M, P, D] each ([M, C, D] for "proto"; log2 counts: `views`).
+    """
+    arrays = views(fmt, blobs)
+    if "k" in arrays:
+        return arrays["k"].transpose(1, 2).to(dtype), arrays["v"].to(dtype)
+    header = arrays["header"]
+    keys = _dequantise(arrays, "k", header[:, :3])
+    values = _dequantise(arrays, "v", header[:, 3:])
+    return keys.transpose(1, 2).to(dtype), values.to(dtype)
+
+
+def _quantise_into(out: dict[str, Tensor], name: str, x: Tensor, levels: int) -> None:
+    """Quantises x [M, A, B] by rows A; step and lowest value of a row are 8-bit codes on page-wide grids.
+
+    The lowest value is coded downwards and the step upwards, so that a row's range is always covered and no
+    element is off by more than half its step.
+    """
+    lowest, highest = x.amin(2), x.amax(2)
+    base = lowest.amin(1, keepdim=True)
+    zero_unit = (lowest.amax(1, keepdim=True) - base) / 255
+    zero_code = _ratio(lowest - base, zero_unit).floor().clamp(0, 255)
+    zero = base + zero_code * zero_unit
+    step_needed = (highest - zero) / levels
+    step_unit = step_needed.amax(1, keepdim=True) / 255
+    step_code = _ratio(step_needed, step_unit).ceil().clamp(0, 255)
+    step = step_code * step_unit
+    codes = _ratio(x - zero[..., None], step[..., None]).round().clamp(0, levels).to(torch.uint8)
+    if levels == 15:
+        low, high = codes.chunk(2, 2)
+        codes = low | (high << 4)
+    out[f"{name}_codes"].copy_(codes)
+    out[f"{name}_scale"].copy_(step_code)
+    out[f"{name}_zero"].copy_(zero_code)
+    first = 0 if name == "k" else 3
+    out["header"][:, first : first + 3] = torch.cat([step_unit, base, zero_unit], 1)
+
+
+def _ratio(x: Tensor, unit: Tensor) -> Tensor:
+    """X / unit, 0 where the unit is 0 (a constant row)."""
+    return torch.where(unit > 0, x / unit, torch.zeros_like(x))
+
+
+def _dequantise(arrays: dict[str, Tensor], name: str, header: Tensor) -> Tensor:
+    """[M, A, B] float32; inverse of `_quantise_into`; header [M, 3]."""
+    step_unit, base, zero_unit = (column[:, None] for column in header.unbind(1))
+    step = arrays[f"{name}_scale"].float() * step_unit
+    zero = base + arrays[f"{name}_zero"].float() * zero_unit
+    codes = arrays[f"{name}_codes"]
+    width = arrays["k_scale" if name == "v" else "v_scale"].shape[1]
+    if codes.shape[2] != width:  # two a byte: element i in the low half, i + width / 2 in the high half
+        codes = torch.cat([codes & 15, codes >> 4], 2)
+    return zero[..., None] + codes.float() * step[..., None]
+
+
+def encode_prototypes(fmt: PageFormat, k: Tensor, v: Tensor, log2_count: Tensor) -> Tensor:
+    """Stores prototypes, or with C = 1 the background state of a stream.
+
+    Args:
+        fmt: a "proto" format with C groups.
+        k: [M, C, D] mean keys.
+        v: [M, C, D] mean values.
+        log2_count: [M, C] log2 of the tokens each stands for; -inf for none.
+
+    Returns:
+        [M, page_bytes] uint8.
+    """
+    if fmt.name != "proto" or k.shape != v.shape or k.shape[1:] != (fmt.groups, fmt.head_dim):
+        raise ValueError(
+            f"prototypes {tuple(k.shape)} for format {fmt.name}: must be proto and [M, {fmt.groups}, {fmt.head_dim}]"
+        )
+    blobs = torch.zeros(k.shape[0], fmt.page_bytes, dtype=torch.uint8, device=k.device)
+    out = views(fmt, blobs)
+    out["k"].copy_(k.transpose(1, 2))
+    out["v"].copy_(v)
+    out["log2_count"].copy_(log2_count)
+    return blobs
+
+
+def make_prototypes(
+    k: Tensor, v: Tensor, groups: int, valid: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Splits each page's tokens into groups of similar keys and takes their means.
+
+    Principal-direction bisecting (Boley 1998): the group with the largest scatter is cut by the sign of its
+    first principal component, C - 1 times. Deterministic; all pages at once. Everything follows from the
+    pages' Gram matrices [P, P], so no covariance [D, D] is built.
+
+    Args:
+        k: [M, P, D] keys.
+        v: [M, P, D] values.
+        groups: C.
+        valid: [M, P] bool, tokens to count; all by default.
+
+    Returns:
+        mean keys [M, C, D], mean values [M, C, D], log2 counts [M, C] (-inf and zero means for an empty
+        group), float32.
+    """
+    pages, tokens, _ = k.shape
+    if valid is None:
+        valid = torch.ones(pages, tokens, dtype=torch.bool, device=k.device)
+    keys = torch.where(valid[..., None], k.float(), 0.0)
+    values = torch.where(valid[..., None], v.float(), 0.0)
+    group = torch.where(valid, 0, -1)
+    if groups > 1:
+        centred = keys - keys.sum(1, keepdim=True) / valid.sum(1).clamp(min=1)[:, None, None]
+        gram = centred @ centred.transpose(1, 2)
+        for new in range(1, groups):
+            group = _bisect(gram, group, new)
+    member = (group[:, None] == torch.arange(groups, device=k.device)[:, None]).float()
+    count = member.sum(2)
+    share = member / count.clamp(min=1)[..., None]
+    return share @ keys, share @ values, count.log2()
+
+
+def _bisect(gram: Tensor, group: Tensor, new: int) -> Tensor:
+    """Cuts the group with the largest scatter of each page in two; gram [M, P, P], group [M, P]; the new
+    part's number.
+    """
+    member = (group[:, None] == torch.arange(new, device=gram.device)[:, None]).float()
+    count = member.sum(2).clamp(min=1)
+    squares = (member * gram.diagonal(dim1=1, dim2=2)[:, None]).sum(2)
+    scatter = squares - ((member @ gram) * member).sum(2) / count
+    chosen = scatter.argmax(1)
+    mask = member[torch.arange(len(gram), device=gram.device), chosen]
+    share = mask / mask.sum(1, keepdim=True).clamp(min=1)
+    row = gram @ share[..., None]
+    inner = gram - row - row.transpose(1, 2) + share[:, None] @ row
+    inner = inner * mask[:, None] * mask[..., None]
+    farthest = inner.diagonal(dim1=1, dim2=2).argmax(1)
+    direction = inner[torch.arange(len(gram), device=gram.device), farthest][..., None]
+    for _ in range(8):
+        direction = torch.nn.functional.normalize(inner @ direction, dim=1)
+    return torch.where((direction[..., 0] > 0) & (mask > 0), new, group)
