@@ -1,7 +1,7 @@
 """The decision log: what a policy decided at every step, as bytes and counts, replayable and diffable.
 
 JSON lines, one header and one line a step. The engine writes it, the SimPy twin reads it; neither knows the
-other. Moves and reads are sums over streams, never a line per page, so a log grows with steps, not with context.
+other. Moves and reads are sums over streams, never a line per page: a log grows with steps, not with context.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ModelShape:
 
     Attributes:
         weights_bytes: bytes of weights that one decode step reads.
-        flops_per_token: floating-point operations of the linears for one token (2 per weight used), no attention.
+        flops_per_token: operations of the linears for one token (2 per weight used), without attention.
     """
 
     name: str
@@ -107,7 +107,8 @@ class Move:
         target: tier they went to, or DROPPED.
         bytes: what travels (0 for DROPPED).
         format: as what they are stored at the target.
-        demand: the step's own attention reads them, so it waits; else they move beside it (prefetch, demotion).
+        demand: of a promotion: the step's own attention reads these pages, so it waits; false for a prefetch.
+            Demotions never wait, whatever this says.
     """
 
     source: str
@@ -115,7 +116,7 @@ class Move:
     bytes: int
     pages: int
     format: str
-    demand: bool = False
+    demand: bool = True  # a promotion not known to be early must count as late
 
     def __post_init__(self) -> None:
         _one_of("move.from", self.source, TIERS)
