@@ -1,7 +1,7 @@
 """The names of results and their units, in one place.
 
-A record may hold other names too (a new metric needs no edit here), but a name listed here always has this unit,
-so that the final table, the plots and `testbed.compare` read every record alike.
+A record may hold other names too (a new metric needs no edit here), but a name listed here always has this
+unit, so that the final table, the plots and `testbed.compare` read every record alike.
 """
 
 from __future__ import annotations

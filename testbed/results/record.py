@@ -1,7 +1,7 @@
 """The run record: one immutable, versioned JSON file a run, from which every table and figure is made.
 
-Every number says whether it was measured, simulated or quoted, and carries its unit. Saving is atomic: a reader
-finds the old record, the new one or none, never half of one.
+Every number says whether it was measured, simulated or quoted, and carries its unit. Saving is atomic: a
+reader finds the old record, the new one or none, never half of one.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Record:
         status: complete, partial (stopped early, finished samples kept) or failed.
         reason: why the run is not complete; empty if it is.
         results: numbers, unique by name.
-        activity: proof that the policy acted: pages kept, dropped, demoted, attended per mode, heads per class.
+        activity: proof that the policy acted: pages kept, dropped, attended per mode, heads per class.
         bytes: bytes per tier and format, as the allocator and the ledger say.
         samples: one plain dict a sample.
         alarms: one line each for what looks wrong with the comparison.
@@ -202,7 +202,7 @@ def save(record: Record, path: str | Path) -> Path:
         The file written.
 
     Raises:
-        RecordError: the record holds what JSON cannot, or the file system refused (full, read-only, no permission);
+        RecordError: the record holds what JSON cannot, or the file system refused (full, read-only);
             an earlier record at that place is untouched.
     """
     path = Path(path)

@@ -1,7 +1,7 @@
-"""The contract of a workload: seeded samples of (context, question, right answer), and how an answer is scored.
+"""The contract of a workload: seeded samples of context, question and right answer, and their score.
 
-A workload knows text and token ids, never a model, a cache or a policy. The engine prefills and compresses the
-context before it looks at the question; samples that share a `context_id` share one prefill.
+A workload knows text and token ids, never a model, a cache or a policy. The engine prefills and compresses
+the context before it looks at the question; samples that share a `context_id` share one prefill.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class Sample:
         id: unique within the workload.
         context_id: equal ids mean equal context_tokens: prefill and compress once for all of them.
         context_tokens: what is prefilled and compressed, question unseen.
-        question_tokens: the next turn; its last token is what the first answer token follows. May be empty for
+        question_tokens: the next turn; the first answer token follows its last one. May be empty for
             workloads without a task.
         answer: the right answer as text; empty for workloads without a task.
-        continuation_tokens: text to be run token by token for KL and top-1 agreement; for tasks, the right answer.
+        continuation_tokens: text run token by token for KL and top-1 agreement; for tasks, the right answer.
         meta: plain JSON values for the record (length, depth, needle position, ...).
         roles: role code of every context token, or None.
     """
@@ -71,6 +71,11 @@ class Workload(Protocol):
     @property
     def max_new_tokens(self) -> int:
         """How many tokens an answer may take."""
+        ...
+
+    @property
+    def total_samples(self) -> int:
+        """How many samples `samples` yields, for progress bars."""
         ...
 
     @property
