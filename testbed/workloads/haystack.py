@@ -54,7 +54,7 @@ def split_documents(docs: Mapping[str, str], split: Split) -> dict[str, str]:
     """The documents of one split; the splits share no text and do not depend on order or number of documents.
 
     A document belongs to calibration when the hash of its name is 0 modulo `CALIBRATION_ONE_IN`. Where that
-    would leave one split without text (a single file), every document is cut: the last third is for calibration.
+    would leave one split without text (a single file), every document is cut: the last third calibrates.
     """
     in_calibration = {name: _hash(name) % CALIBRATION_ONE_IN == 0 for name in docs}
     if len(set(in_calibration.values())) == 2:
