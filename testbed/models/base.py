@@ -3,7 +3,8 @@
 A decoder turns tokens into hidden states and logits. At every layer it hands the queries, keys and values of
 the new tokens to an `Attend` and takes back the attended output: no cache, no mask, no repeated heads inside.
 
-Letters: B sequences, L layers, Hq query heads, Hk KV heads, G = Hq / Hk, T new tokens, D head size, V vocabulary.
+Letters: B sequences, L layers, Hq query heads, Hk KV heads, G = Hq / Hk, T new tokens, D head size,
+V vocabulary.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import torch
 from torch import Tensor
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [B, Hq, T, D], k [B, Hk, T, D], v [B, Hk, T, D]) -> out [B, Hq, T, D], all in the decoder's dtype.
+"""(layer, q [B, Hq, T, D], k [B, Hk, T, D], v [B, Hk, T, D]) -> out [B, Hq, T, D], in the decoder's dtype.
 
-q and k are already rotated at their absolute positions; q is not yet scaled (`Geometry.scale`). The tensors may be
-views with any strides, valid during the call only: copy what must be kept. Called once a layer, in order.
+q and k are already rotated at their absolute positions; q is not yet scaled (`Geometry.scale`). The tensors
+may be views with any strides, valid during the call only: copy what must be kept. Once a layer, in order.
 """
 
 Logits = Literal["all", "last", "none"]
@@ -43,8 +44,8 @@ class Geometry:
         window_tokens: per layer; a query at position p sees keys at positions > p - window (itself included);
             0 = all of them.
         scale: per layer, the factor on q.k before softmax.
-        slopes: [Hq] float32, ALiBi (arXiv 2108.12409): slope * (key position - query position) is added to the
-            scaled score; None = no bias.
+        slopes: [Hq] float32, ALiBi (arXiv 2108.12409): slope * (key position - query position) is added to
+            the scaled score; None = no bias.
     """
 
     layers: int
