@@ -1,0 +1,87 @@
+"""Two ledgers that must agree with reality: bytes by tier and format, and which positions exist.
+
+Bytes are counted from the page table, independently of the pools, and then compared with what the pools hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from policies.base import Format, Mode, Tier
+from testbed.cache.layout import TABLE_BYTES_PER_PAGE
+
+if TYPE_CHECKING:
+    from testbed.cache.paged import PagedCache
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """Bytes of one cache at one moment.
+
+    Attributes:
+        pages: (tier, format) -> pages, from the page table; L0 counts the whole reserved ring.
+        used_bytes: "L0/compute", ..., "L1/prototype", "L1/background", "L1/tables", "L1/bounds" -> bytes by the
+            page table.
+        held_bytes: tier -> bytes the allocators hold, slack of begun slabs included.
+    """
+
+    pages: Mapping[tuple[Tier, Format], int]
+    used_bytes: Mapping[str, int]
+    held_bytes: Mapping[str, int]
+
+    @staticmethod
+    def of(cache: PagedCache) -> Ledger:
+        """Counts a cache."""
+        state = cache.state
+        key = state["tier"].long() * len(Format) + state["format"]
+        values, counts = key.unique(return_counts=True)
+        pages = {
+            (Tier(value // len(Format)), Format(value % len(Format))): count
+            for value, count in zip(values.tolist(), counts.tolist(), strict=True)
+            if value // len(Format) not in (Tier.L0, Tier.DROPPED)
+        }
+        pages[Tier.L0, Format.COMPUTE] = cache.streams * cache.hot.stream_pages
+        used = {
+            f"{tier.name}/{code.name.lower()}": count * cache.formats[code].page_bytes
+            for (tier, code), count in pages.items()
+        }
+        clusters = int((state["mode"] == Mode.CLUSTER).sum())
+        used["L1/prototype"] = clusters * cache.prototypes.fmt.page_bytes
+        used["L1/background"] = cache.background.used_pages * cache.background.fmt.page_bytes
+        used["L1/tables"] = state["mode"].numel() * TABLE_BYTES_PER_PAGE
+        used["L1/bounds"] = cache.bounds_bytes
+        held = {tier.name: 0 for tier in Tier if tier != Tier.DROPPED}
+        for (tier, _), pool in cache.pools.items():
+            held[tier.name] += pool.held_bytes
+        held["L1"] += cache.prototypes.held_bytes + cache.background.held_bytes
+        held["L1"] += used["L1/tables"] + used["L1/bounds"]
+        return Ledger(pages, {name: count for name, count in used.items() if count}, held)
+
+    @property
+    def device_bytes(self) -> int:
+        """What L0 and L1 hold."""
+        return self.held_bytes["L0"] + self.held_bytes["L1"]
+
+    @property
+    def total_bytes(self) -> int:
+        """What all tiers hold."""
+        return sum(self.held_bytes.values())
+
+    @property
+    def used_device_bytes(self) -> int:
+        """Bytes of L0 and L1 by the page table: what budgets are compared with."""
+        return sum(count for name, count in self.used_bytes.items() if name[:2] in ("L0", "L1"))
+
+
+def positions(cache: PagedCache) -> torch.Tensor:
+    """The position ledger: [L, Hk, T] bool, which positions of which stream still exist.
+
+    A page holds positions page * P to page * P + P - 1 for ever, so keys are never rotated again.
+    """
+    alive = cache.state["tier"] != Tier.DROPPED
+    each = alive.repeat_interleave(cache.config.page_tokens, dim=1)[:, : cache.length_tokens]
+    return each.view(cache.layers, cache.kv_heads, cache.length_tokens)
