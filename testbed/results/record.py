@@ -112,9 +112,7 @@ class Record:
         if self.status not in get_args(Status):
             raise RecordError(f"record status={self.status!r}: must be one of {', '.join(get_args(Status))}")
         if (self.status == "complete") == bool(self.reason):
-            raise RecordError(
-                f"record reason={self.reason!r}: must be given if and only if status is not complete"
-            )
+            raise RecordError(f"record reason={self.reason!r}: must be given if and only if status is not complete")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise RecordError(f"record seed={self.seed!r}: must be a whole number")
         for key in ("config", "environment", "activity", "bytes"):
@@ -130,9 +128,7 @@ class Record:
             raise RecordError(f"record results: {', '.join(twice)} given more than once")
         expected = config_hash(self.config)
         if self.config_hash not in ("", expected):
-            raise RecordError(
-                f"record config_hash={self.config_hash!r}: the configuration hashes to {expected}"
-            )
+            raise RecordError(f"record config_hash={self.config_hash!r}: the configuration hashes to {expected}")
         object.__setattr__(self, "config_hash", expected)
 
     def __getitem__(self, name: str) -> Number:
@@ -144,9 +140,7 @@ class Record:
         for number in self.results:
             if number.name == name:
                 return number
-        raise KeyError(
-            f"record {self.run_id} has no result {name!r}; it has {[n.name for n in self.results]}"
-        )
+        raise KeyError(f"record {self.run_id} has no result {name!r}; it has {[n.name for n in self.results]}")
 
     def get(self, name: str) -> Number | None:
         """The result of that name, or None."""

@@ -1,8 +1,8 @@
 """Intervals and alarms: what a mean, a ratio or a difference over few samples is worth.
 
-Everything is paired over the same samples. A bootstrap (scipy.stats.bootstrap, percentile) resamples whole groups
-where samples share a context, because such samples are not independent. Where the bootstrap knows nothing (all
-samples right), the Wilson interval of the proportion takes its place, so that 5 of 5 is not reported as certain.
+Everything is paired over the same samples. A bootstrap (scipy.stats.bootstrap, percentile) resamples whole
+groups where samples share a context, because such samples are not independent. Where the bootstrap knows nothing
+(all samples right), the Wilson interval of the proportion takes its place: 5 of 5 is not reported as certain.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ def ratio(
     return Estimate(value, _bootstrap(sums, seed), len(top))
 
 
-def delta(
-    policy: ArrayLike, baseline: ArrayLike, seed: int = 0, groups: Sequence[Hashable] | None = None
-) -> Estimate:
+def delta(policy: ArrayLike, baseline: ArrayLike, seed: int = 0, groups: Sequence[Hashable] | None = None) -> Estimate:
     """Mean of policy - baseline over the same samples, with its interval."""
     a, b = _clean("policy", policy), _clean("baseline", baseline)
     if len(a) != len(b):
@@ -88,7 +86,7 @@ def delta(
 def kept(
     policy: ArrayLike, full: ArrayLike, seed: int = 0, groups: Sequence[Hashable] | None = None
 ) -> Estimate | None:
-    """Quality kept: mean(policy) / mean(full) over the same samples; None where the full cache scored nothing."""
+    """Quality kept, mean(policy) / mean(full) over the same samples; None where full scored nothing."""
     a, b = _clean("policy", policy), _clean("full", full)
     if b.sum() == 0:
         return None
@@ -124,7 +122,7 @@ def alarms(policy: ArrayLike, full: ArrayLike) -> tuple[str, ...]:
         found.append(f"a task the full cache cannot do: its score is {b.mean():.2f}")
     if significantly_greater(a, b):
         found.append(
-            f"sparse beats dense significantly ({a.mean():.2f} against {b.mean():.2f}): task or full run is wrong"
+            f"sparse beats dense significantly ({a.mean():.2f} against {b.mean():.2f}): check task and full run"
         )
     return tuple(found)
 
@@ -160,15 +158,18 @@ def _bootstrap(sums: Floats, seed: int) -> tuple[float, float] | None:
 
 
 def _sum_by_group(x: Floats, groups: Sequence[Hashable] | None) -> Floats:
-    """x [k, n] -> [k, groups]; a single group says nothing about spread, so its samples stand for themselves."""
+    """Sums by group, [k, n] -> [k, groups].
+
+    A single group says nothing about spread, so its samples stand for themselves.
+    """
     if groups is None or len(set(groups)) == 1:
         return x
     if len(groups) != x.shape[1]:
         raise StatsError(f"groups has {len(groups)} entries for {x.shape[1]} samples")
     numbering = {group: at for at, group in enumerate(dict.fromkeys(groups))}
-    out = np.zeros((x.shape[0], len(numbering)))
-    np.add.at(out, (slice(None), [numbering[group] for group in groups]), x)
-    return out
+    member = np.zeros((len(groups), len(numbering)))
+    member[np.arange(len(groups)), [numbering[group] for group in groups]] = 1.0
+    return x @ member
 
 
 def _clean(key: str, values: ArrayLike) -> Floats:

@@ -102,9 +102,7 @@ class Haystack:
         """
         last = len(self.tokens) - length_tokens
         if last < 0:
-            raise WorkloadError(
-                f"{key}={length_tokens}: beyond the text, which has {len(self.tokens)} tokens here"
-            )
+            raise WorkloadError(f"{key}={length_tokens}: beyond the text, which has {len(self.tokens)} tokens here")
         begin = int(rng.choice(self.starts[self.starts <= last]))
         return begin, self.tokens[begin : begin + length_tokens]
 

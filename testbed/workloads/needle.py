@@ -142,14 +142,11 @@ class Needle:
         low, high = NUMBERS[self.split]
         numbers = [str(number) for number in rng.integers(low, high + 1, len(depths))]
         needles = [
-            encode(self.needle.format(key=key, number=number))
-            for key, number in zip(keys, numbers, strict=True)
+            encode(self.needle.format(key=key, number=number)) for key, number in zip(keys, numbers, strict=True)
         ]
         plain = length - sum(map(len, needles))
         if plain < 0:
-            raise WorkloadError(
-                f"workload.lengths={length}: too short for needles of {length - plain} tokens"
-            )
+            raise WorkloadError(f"workload.lengths={length}: too short for needles of {length - plain} tokens")
         begin, stretch = hay.stretch(plain, rng, "workload.lengths")
         offsets = [hay.nearest_start(begin, plain, round(depth * plain)) for depth in depths]
         context, positions = insert(stretch, needles, offsets)
