@@ -64,20 +64,14 @@ class Geometry:
             if getattr(self, key) < 1:
                 raise ModelError(f"geometry.{key}={getattr(self, key)!r}: must be at least 1")
         if self.query_heads % self.kv_heads:
-            raise ModelError(
-                f"geometry.query_heads={self.query_heads}: must be a multiple of kv_heads={self.kv_heads}"
-            )
+            raise ModelError(f"geometry.query_heads={self.query_heads}: must be a multiple of kv_heads={self.kv_heads}")
         for key in ("window_tokens", "scale"):
             if len(getattr(self, key)) != self.layers:
-                raise ModelError(
-                    f"geometry.{key}: has {len(getattr(self, key))} entries, one a layer is {self.layers}"
-                )
+                raise ModelError(f"geometry.{key}: has {len(getattr(self, key))} entries, one a layer is {self.layers}")
         if min(self.window_tokens) < 0:
             raise ModelError(f"geometry.window_tokens={self.window_tokens}: 0 (no window) or more")
         if self.slopes is not None and self.slopes.shape != (self.query_heads,):
-            raise ModelError(
-                f"geometry.slopes: shape {tuple(self.slopes.shape)}, must be ({self.query_heads},)"
-            )
+            raise ModelError(f"geometry.slopes: shape {tuple(self.slopes.shape)}, must be ({self.query_heads},)")
 
     @property
     def group(self) -> int:
@@ -127,9 +121,7 @@ class Decoder(Protocol):
         """Token that begins a text, or None; `encode` does not add it."""
         ...
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor, attend: Attend, logits: Logits = "last"
-    ) -> Tensor | None:
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, logits: Logits = "last") -> Tensor | None:
         """Runs new tokens through all layers. Keeps nothing.
 
         Args:

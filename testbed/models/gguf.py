@@ -56,9 +56,7 @@ def convert(gguf: Path, folder: Path, progress: Callable[[int, int], None] | Non
     reader = GGUFReader(gguf)
     fields = {name: field.contents() for name, field in reader.fields.items()}
     if fields.get("general.architecture") != "llama":
-        raise GgufError(
-            f"{gguf}: architecture {fields.get('general.architecture')!r}; only 'llama' is converted"
-        )
+        raise GgufError(f"{gguf}: architecture {fields.get('general.architecture')!r}; only 'llama' is converted")
     config = _config(fields, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
     tensors: dict[str, torch.Tensor] = {}
     for done, tensor in enumerate(reader.tensors, 1):
@@ -130,9 +128,7 @@ def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
     """Byte-level BPE; SmolLM splits digits one by one before anything else."""
     kind, pre = fields.get("tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre")
     if (kind, pre) not in {("gpt2", "smollm"), ("gpt2", "gpt-2")}:
-        raise GgufError(
-            f"tokenizer {kind!r} with pre-tokenizer {pre!r}; converted are gpt2 with smollm or gpt-2"
-        )
+        raise GgufError(f"tokenizer {kind!r} with pre-tokenizer {pre!r}; converted are gpt2 with smollm or gpt-2")
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [tuple(merge.split(" ", 1)) for merge in fields["tokenizer.ggml.merges"]]

@@ -1,0 +1,223 @@
+"""Any Hugging Face causal decoder as a `Decoder`: transformers runs everything but attention.
+
+decoder = load("path/of/a/model", dtype="bfloat16")
+logits = decoder.forward(tokens, positions, attend)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from testbed.models import probe
+from testbed.models.base import Attend, Geometry, Logits, ModelError
+from testbed.models.interface import handling, switch
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class HfDecoder:
+    """A `Decoder` around a transformers model that was switched to our attention interface."""
+
+    def __init__(self, model: Any, geometry: Geometry, tokenizer: Any, name: str) -> None:
+        self.model = model
+        self.geometry = geometry
+        self.tokenizer = tokenizer
+        self.name = name
+        self.dtype: torch.dtype = model.dtype
+        self.device: torch.device = model.device
+        self.weights_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        self._takes_positions = "position_ids" in signature(model.forward).parameters
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, logits: Logits = "last") -> Tensor | None:
+        """See `Decoder.forward`."""
+        if tokens.dim() != 2 or tokens.shape != positions.shape:
+            raise ModelError(f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)} must both be [B, T]")
+
+        def handler(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask: Tensor | None, _options: Mapping[str, Any]
+        ) -> Tensor:
+            return attend(module.testbed_layer, q, k, v)  # pyright: ignore[reportArgumentType]
+
+        with torch.no_grad(), handling(handler):
+            return self._run(tokens, positions, logits)
+
+    def _run(self, tokens: Tensor, positions: Tensor, logits: Logits) -> Tensor | None:
+        inputs = {"input_ids": tokens, "use_cache": False}
+        if self._takes_positions:
+            inputs["position_ids"] = positions
+        if logits == "none":
+            self.model.base_model(**inputs)
+            return None
+        return self.model(**inputs, logits_to_keep=1 if logits == "last" else 0).logits.float()
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end a generation."""
+        ids = self._special("eos_token_id")
+        return frozenset(ids if isinstance(ids, list | tuple) else [] if ids is None else [ids])
+
+    @property
+    def bos_id(self) -> int | None:
+        """Token that begins a text."""
+        return self._special("bos_token_id")
+
+    def _special(self, key: str) -> Any:
+        generation = getattr(self.model, "generation_config", None)
+        found = getattr(generation, key, None)
+        return found if found is not None else getattr(self.model.config, key, None)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, no special tokens added."""
+        return self._need_tokenizer()(text, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text, special tokens left out."""
+        return self._need_tokenizer().decode(list(ids), skip_special_tokens=True)
+
+    def _need_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise ModelError(
+                f"model {self.name} has no tokenizer: its folder needs one of {', '.join(_TOKENIZER_FILES)}"
+            )
+        return self.tokenizer
+
+
+def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> HfDecoder:
+    """A transformers model as a decoder. The model is changed in place: its attention is ours from now on.
+
+    Args:
+        model: a causal language model of transformers (PreTrainedModel with a head).
+        tokenizer: of transformers, or None if no text is needed.
+        name: for records; default the model's own.
+
+    Raises:
+        ModelError: a kind of model that is not supported.
+    """
+    config = model.config.get_text_config()
+    name = name or model.config.name_or_path or model.config.model_type
+    _check_kind(name, model.config)
+    model.eval().requires_grad_(False)
+    tokens = probe.probe_tokens(config.vocab_size, model.device)
+    one, zero = tokens[:, :1], torch.zeros_like(tokens[:, :1])
+    with torch.no_grad():
+        truth = model(input_ids=tokens, use_cache=False).logits
+        switch(model)
+        calls = probe.record(lambda: model(input_ids=one, use_cache=False))
+    geometry = probe.geometry(name, config, calls, vocab=truth.shape[-1])
+    decoder = HfDecoder(model, geometry, tokenizer, name)
+
+    def forward(tokens: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        logits = decoder.forward(tokens, positions, attend, "all")
+        assert logits is not None
+        return logits
+
+    probe.check(name, geometry, tokens, truth, forward)
+    last = decoder.forward(one, zero, probe.Dense(geometry), "last")
+    assert last is not None
+    return decoder
+
+
+def _check_kind(name: str, config: Any) -> None:
+    """Refuses by configuration what would not even load or run as a decoder."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if config.is_encoder_decoder:
+        raise probe.refuse(name, f"{config.model_type!r} is an encoder-decoder")
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise probe.refuse(name, f"{config.model_type!r} is no causal language model")
+
+
+def load(
+    path: str | Path, dtype: str = "float32", device: str = "cpu", name: str | None = None, tokenizer: bool = True
+) -> HfDecoder:
+    """Loads a model folder in transformers' format (or `owner/name` on the hub) as a decoder.
+
+    Args:
+        path: the folder.
+        dtype: float32, bfloat16 or float16, of weights and of q, k, v.
+        device: cpu, cuda, cuda:0, or auto (cuda where there is one).
+        name: for records; default the folder's name.
+        tokenizer: load it too, where the folder has one.
+
+    Raises:
+        ModelError: unreadable folder, missing weights, unknown dtype or device, unsupported kind of model.
+    """
+    if dtype not in _DTYPES:
+        raise ModelError(f"model.dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
+    target = _device(device)
+    source = str(path)
+    if not Path(source).is_dir() and (Path(source).exists() or not _HUB_NAME.fullmatch(source)):
+        raise ModelError(f"model.path={source!r}: no such folder")
+    name = name or Path(source).name
+    with _errors_of(source):
+        config, model = _read(name, source, _DTYPES[dtype])
+        reader = _read_tokenizer(source) if tokenizer else None
+    del config
+    return wrap(model.to(target), reader, name)
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ModelError(f"model.device={device!r}: must be cpu, cuda, cuda:<index> or auto") from error
+    if target.type == "cuda" and not torch.cuda.is_available():
+        raise ModelError(f"model.device={device!r}: this machine has no CUDA device; use cpu or auto")
+    return target
+
+
+@contextmanager
+def _errors_of(source: str) -> Iterator[None]:
+    """Turns what reading a folder may raise into one error that names it."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except ModelError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, ImportError) as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise ModelError(f"model.path={source!r}: can't be loaded: {first}") from error
+
+
+def _read(name: str, source: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Configuration and model, every weight of it from the files."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
+
+    config = AutoConfig.from_pretrained(source)
+    _check_kind(name, config)
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, output_loading_info=True)
+    finally:
+        if bars:
+            logging.enable_progress_bar()
+    # transformers fills what is missing with random numbers and only warns.
+    wrong = sorted(map(str, [*info["missing_keys"], *info["mismatched_keys"]]))
+    if wrong:
+        raise ModelError(f"model.path={source!r}: {len(wrong)} weights are missing or misshapen, first {wrong[0]}")
+    return config, model
+
+
+def _read_tokenizer(source: str) -> Any:
+    """The folder's tokenizer, None if it has none."""
+    from transformers import AutoTokenizer
+
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / file).is_file() for file in _TOKENIZER_FILES):
+        return None
+    return AutoTokenizer.from_pretrained(source)
