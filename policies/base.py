@@ -341,8 +341,9 @@ def _fill(rank: Tensor, cost: Tensor, candidate: Tensor, room: Tensor) -> Tensor
 
 
 def _prototype_bytes(signals: Signals, mode: Tensor) -> Tensor:
-    """[L, Hk] bytes of the prototypes that the modes ask for."""
-    return (mode == Mode.CLUSTER).sum(-1).double() * signals.page_bytes.prototype
+    """[L, Hk] bytes of the prototypes and background states that the modes ask for."""
+    clusters = (mode == Mode.CLUSTER).sum(-1).double() * signals.page_bytes.prototype
+    return clusters + (mode == Mode.BACKGROUND).any(-1) * signals.page_bytes.background
 
 
 def _with_hot(signals: Signals, plan: Plan) -> Plan:
@@ -383,7 +384,8 @@ def fit(signals: Signals, share: Share) -> Share:
     count = torch.arange(len(ordered), 0, -1, device=want.device)
     before = ordered.cumsum(0) - ordered
     level = ((free - before) / count).clamp(min=0)
-    # The cap is the level at the first stream whose wish exceeds it; if none does, all wishes fit.
+    # The cap is the level at the first stream whose wish exceeds it; if none does, all wishes fit, an infinite one as
+    # all that is free.
     over = ordered > level
-    cap = level[int(over.int().argmax())] if bool(over.any()) else torch.tensor(math.inf)
+    cap = level[int(over.int().argmax())] if bool(over.any()) else free
     return replace(share, quota_bytes=share.quota_bytes.clamp(max=float(cap)))

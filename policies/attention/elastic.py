@@ -1,0 +1,103 @@
+"""Elastic attention: exact where it matters, cheaper elsewhere, the cheaper the higher the load.
+
+`elastic` follows the system that was described to us as KernelFlume; the paper of that name is about
+disaggregation and has no such modes (field notes, section 0).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policies.base import Head, Mode, PolicyError, Signals
+from policies.checks import head_classes, require_number
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Modes by score and load.
+
+    load = bytes of all alive pages in the format they are held in / device budget; 0 without a budget.
+
+    | load | core pages | other pages |
+    |---|---|---|
+    | up to cluster_load | exact | exact if resident, else as in the next row |
+    | up to background_load | exact | prototypes while bytes last, best first, then background |
+    | up to skip_load | exact | the same, for a share of them that falls to 0; then background |
+    | above | exact | background, the lowest skip_fraction of them skipped |
+
+    A core page that is not resident is the first to get prototypes. LOCAL heads read what is resident, exactly.
+
+    Attributes:
+        core_fraction: share of a stream's alive pages that are core, best score first, in (0, 1].
+        cluster_load: load above which resident pages that are not core are no longer read exactly.
+        background_load: load above which fewer and fewer pages get prototypes.
+        skip_load: load above which none does and the lowest are skipped.
+        skip_fraction: share of the pages that are not core, lowest score first, that are then skipped.
+        prototype_share: part of each stream's quota kept free for prototypes, in [0, 1).
+    """
+
+    core_fraction: float
+    cluster_load: float
+    background_load: float
+    skip_load: float
+    skip_fraction: float
+    prototype_share: float
+
+    def __post_init__(self) -> None:
+        """Refuses shares outside their range and loads out of order."""
+        require_number(self, "core_fraction", 0, 1)
+        require_number(self, "skip_fraction", 0, 1)
+        require_number(self, "prototype_share", 0, 1, below=True)
+        for key in ("cluster_load", "background_load", "skip_load"):
+            require_number(self, key, 0)
+        if self.core_fraction == 0:
+            raise PolicyError("Elastic.core_fraction=0: must be above 0, something has to be exact")
+        if not self.cluster_load <= self.background_load < self.skip_load:
+            raise PolicyError(
+                f"Elastic: cluster_load={self.cluster_load}, background_load={self.background_load}, "
+                f"skip_load={self.skip_load}: must rise, cluster_load <= background_load < skip_load"
+            )
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """No signal beside the score."""
+        return frozenset()
+
+    def load(self, signals: Signals) -> Tensor:
+        """Scalar float64: bytes wanted / device budget, 0 without one."""
+        if signals.device_budget_bytes is None:
+            return torch.zeros((), dtype=torch.float64, device=signals.device)
+        wanted = signals.page_bytes.of(signals.held.format) * signals.held.alive
+        return wanted.sum().double() / max(signals.device_budget_bytes, 1)
+
+    def modes(self, signals: Signals, score: Tensor, resident: Tensor, spare_bytes: Tensor) -> Tensor:
+        """[L, Hk, N] int8 of `Mode`."""
+        load = self.load(signals)
+        alive = signals.held.alive
+        order = score.masked_fill(~alive, -math.inf).argsort(dim=-1, descending=True, stable=True)
+        core_pages = (alive.sum(-1, keepdim=True) * self.core_fraction).ceil()
+        place = torch.arange(signals.shape[2], device=signals.device)
+        core = torch.zeros_like(alive).scatter_(-1, order, place < core_pages)
+        exact = resident & (core | (load <= self.cluster_load))
+
+        rest = alive & ~exact & ~signals.hot
+        # The state that stands for the background is paid for first; without it nothing can be background.
+        room = spare_bytes - signals.page_bytes.background
+        nth = rest.gather(-1, order).cumsum(-1)
+        others = rest.sum(-1, keepdim=True)
+        ramp = ((self.skip_load - load) / (self.skip_load - self.background_load)).clamp(0.0, 1.0)
+        affordable = nth * signals.page_bytes.prototype <= room.unsqueeze(-1)
+        cluster = rest & torch.zeros_like(rest).scatter_(-1, order, affordable & (nth <= others * ramp))
+        lowest = nth > others - (others * self.skip_fraction).floor()
+        skipped = torch.zeros_like(rest).scatter_(-1, order, lowest) & (load > self.skip_load)
+        background = rest & ~cluster & ~skipped & (room >= 0).unsqueeze(-1)
+
+        mode = torch.where(exact, int(Mode.EXACT), int(Mode.SKIP))
+        mode = mode.masked_fill(cluster, int(Mode.CLUSTER)).masked_fill(background, int(Mode.BACKGROUND))
+        local = (head_classes(signals) == Head.LOCAL).unsqueeze(-1)
+        plain = torch.where(resident, int(Mode.EXACT), int(Mode.SKIP))
+        return torch.where(local, plain, mode).to(torch.int8)

@@ -1,0 +1,50 @@
+"""Bytes by what kind a head is: the budget of RedKnot as it is described."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from policies.base import Head, Share, Signals
+from policies.checks import head_classes, require_whole
+
+
+@dataclass(frozen=True)
+class PerClass:
+    """A window for local heads, everything for global ones, the best pages for special ones. Sinks are hot anyway.
+
+    Attributes:
+        local_tokens: LOCAL heads keep the pages that touch their last so many tokens; the others are dropped.
+        global_tokens: the same for GLOBAL heads; null = the whole context.
+        special_tokens: SPECIAL heads keep so many tokens on the device beside the hot ones, which the predictor
+            chooses; what happens to the others is the eviction's business. DENSE heads keep everything.
+    """
+
+    local_tokens: int
+    global_tokens: int | None
+    special_tokens: int
+
+    def __post_init__(self) -> None:
+        """Refuses windows without a token."""
+        require_whole(self, "local_tokens", 1)
+        require_whole(self, "global_tokens", 1, optional=True)
+        require_whole(self, "special_tokens", 1)
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """No signal beside the classes."""
+        return frozenset()
+
+    def share(self, signals: Signals, fmt: Tensor) -> Share:
+        """Windows make pages ineligible; the quota of a SPECIAL head is its tokens at the dearest format it uses."""
+        classes = head_classes(signals)
+        age = signals.age_tokens()
+        eligible = torch.ones(signals.shape, dtype=torch.bool, device=signals.device)
+        for head, window in ((Head.LOCAL, self.local_tokens), (Head.GLOBAL, self.global_tokens)):
+            if window is not None:
+                eligible &= (classes != head).unsqueeze(-1) | (age < window)
+        pages = -(-self.special_tokens // signals.page_tokens)
+        special_bytes = signals.page_bytes.of(fmt).amax(-1).double() * pages
+        return Share(torch.where(classes == Head.SPECIAL, special_bytes, torch.inf), eligible)
