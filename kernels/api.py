@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.pages import PageFormat
 from kernels.state import Partial
 
+NATIVE_MAX_DIM = 1024
 BACKENDS = ("cpu", "torch", "reference")
 
 
@@ -39,14 +40,8 @@ class Pool:
         """Checks the slabs, once, so that no call need."""
         for slab in self.slabs:
             if slab.dtype != torch.uint8 or slab.dim() != 2 or slab.shape[1] != self.fmt.page_bytes:
-                raise ValueError(
-                    f"slab {slab.dtype} {tuple(slab.shape)}: must be uint8 [slab_pages, {self.fmt.page_bytes}]"
-                )
-            if (
-                slab.shape != self.slabs[0].shape
-                or not slab.is_contiguous()
-                or slab.device != self.slabs[0].device
-            ):
+                raise ValueError(f"slab {slab.dtype} {tuple(slab.shape)}: must be uint8 [pages, {self.fmt.page_bytes}]")
+            if slab.shape != self.slabs[0].shape or not slab.is_contiguous() or slab.device != self.slabs[0].device:
                 raise ValueError("slabs: must be contiguous, of one size and on one device")
 
     @property
@@ -61,8 +56,14 @@ class Pool:
 
     @cached_property
     def slab_pointers(self) -> Tensor:
-        """[slabs] int64 addresses, for native code."""
+        """[slabs] int64 addresses, for native code; made once, so the slabs must stay where they are."""
         return torch.tensor([slab.data_ptr() for slab in self.slabs], dtype=torch.int64)
+
+    @cached_property
+    def native(self) -> tuple[int, ...]:
+        """The pool as native code reads it: format, rows, pages a slab, address of `slab_pointers`, page bytes."""
+        fmt = self.fmt
+        return fmt.format_id, fmt.rows, self.slab_pages, self.slab_pointers.data_ptr(), fmt.page_bytes
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,7 @@ class PageTable:
             if value.dtype != dtype or value.dim() != 2 or value.shape != shape:
                 raise ValueError(f"table.{key} {value.dtype} {tuple(value.shape)}: must be {dtype} [S, N]")
         if self.count.dtype != torch.int32 or self.count.shape != shape[:1]:
-            raise ValueError(
-                f"table.count {self.count.dtype} {tuple(self.count.shape)}: must be torch.int32 [S]"
-            )
+            raise ValueError(f"table.count {self.count.dtype} {tuple(self.count.shape)}: must be torch.int32 [S]")
 
 
 def attend(
@@ -132,7 +131,7 @@ def attend(
     """
     _check(q, table, pools, first_position, slopes)
     name = choose_backend(backend)
-    if name == "cpu" and q.device.type == "cpu":
+    if name == "cpu" and q.device.type == "cpu" and q.shape[3] <= NATIVE_MAX_DIM:
         from kernels.cpu.backend import attend as run
     elif name == "reference":
         from kernels.reference import attend as run
@@ -141,11 +140,8 @@ def attend(
     return run(q, table, pools, first_position, scale, window_tokens, slopes, want_mass)
 
 
-def append(
-    k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool, backend: str | None = None
-) -> None:
-    """Writes new tokens into float pages in place: token t of stream s to slot table_slot[s, t], row
-    offset[t].
+def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool, backend: str | None = None) -> None:
+    """Writes new tokens into float pages in place: token t of stream s to row offset[t] of its slot.
 
     Args:
         k: [S, T, D] float keys.
@@ -196,9 +192,7 @@ def choose_backend(name: str | None = None) -> str:
     return "cpu"
 
 
-def _check(
-    q: Tensor, table: PageTable, pools: Sequence[Pool], first_position: Tensor, slopes: Tensor | None
-) -> None:
+def _check(q: Tensor, table: PageTable, pools: Sequence[Pool], first_position: Tensor, slopes: Tensor | None) -> None:
     """Refuses what no backend could answer."""
     if q.dim() != 4 or q.shape[0] != table.count.shape[0] or first_position.shape != table.count.shape:
         raise ValueError(

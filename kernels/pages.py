@@ -53,7 +53,7 @@ class PageFormat:
         head_dim: D.
         groups: prototypes a page (C); 1 for every other format.
         fields: name -> `Field`. Floats: k [D, P], v [P, D]. int8, int4: k_codes, v_codes, k_scale, k_zero [D]
-            and v_scale, v_zero [P] uint8, header [6] fp32. proto: k [D, C], v [C, D] bf16, log2_count [C]
+            and v_scale, v_zero [P] uint8, header [6] fp32. proto: k, v [C, D] bf16, log2_count [C]
             fp32.
         page_bytes: a multiple of 64.
     """
@@ -121,7 +121,7 @@ def _arrays(name: str, p: int, d: int, c: int) -> list[tuple[str, torch.dtype, t
         return [("k", dtype, (d, p)), ("v", dtype, (p, d))]
     if name == "proto":
         return [
-            ("k", torch.bfloat16, (d, c)),
+            ("k", torch.bfloat16, (c, d)),
             ("v", torch.bfloat16, (c, d)),
             ("log2_count", torch.float32, (c,)),
         ]
@@ -143,9 +143,7 @@ def views(fmt: PageFormat, slab: Tensor) -> dict[str, Tensor]:
         name -> [M, *shape].
     """
     if slab.dtype != torch.uint8 or slab.dim() != 2 or slab.shape[1] != fmt.page_bytes or slab.stride(1) != 1:
-        raise ValueError(
-            f"slab {slab.dtype} {tuple(slab.shape)}: must be uint8 [M, {fmt.page_bytes}], rows contiguous"
-        )
+        raise ValueError(f"slab {slab.dtype} {tuple(slab.shape)}: must be uint8 [M, {fmt.page_bytes}], rows contiguous")
     out = {}
     for name, field in fmt.fields.items():
         raw = slab[:, field.offset_bytes : field.offset_bytes + field.width_bytes]
@@ -167,11 +165,13 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
     """
     want = (fmt.page_tokens, fmt.head_dim)
     if k.dim() != 3 or k.shape != v.shape or k.shape[1:] != want:
-        raise ValueError(
-            f"encode k {tuple(k.shape)}, v {tuple(v.shape)}: must both be [M, {want[0]}, {want[1]}]"
-        )
+        raise ValueError(f"encode k {tuple(k.shape)}, v {tuple(v.shape)}: must both be [M, {want[0]}, {want[1]}]")
     if fmt.name == "proto":
         return encode_prototypes(fmt, *make_prototypes(k, v, fmt.groups))
+    if k.device.type == "cpu" and _choose(backend) == "cpu":
+        from kernels.cpu.backend import encode as native
+
+        return native(fmt, k, v)
     blobs = torch.zeros(k.shape[0], fmt.page_bytes, dtype=torch.uint8, device=k.device)
     out = views(fmt, blobs)
     if fmt.is_float:
@@ -181,6 +181,13 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
     _quantise_into(out, "k", k.transpose(1, 2).float(), LEVELS[fmt.name])
     _quantise_into(out, "v", v.float(), LEVELS[fmt.name])
     return blobs
+
+
+def _choose(backend: str | None) -> str:
+    """As `kernels.api.choose_backend`, which imports this file."""
+    from kernels.api import choose_backend
+
+    return choose_backend(backend)
 
 
 def decode(fmt: PageFormat, blobs: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
@@ -195,7 +202,9 @@ def decode(fmt: PageFormat, blobs: Tensor, dtype: torch.dtype = torch.float32) -
         k, v: [M, P, D] each ([M, C, D] for "proto"; log2 counts: `views`).
     """
     arrays = views(fmt, blobs)
-    if "k" in arrays:
+    if fmt.name == "proto":
+        return arrays["k"].to(dtype), arrays["v"].to(dtype)
+    if fmt.is_float:
         return arrays["k"].transpose(1, 2).to(dtype), arrays["v"].to(dtype)
     header = arrays["header"]
     keys = _dequantise(arrays, "k", header[:, :3])
@@ -264,15 +273,13 @@ def encode_prototypes(fmt: PageFormat, k: Tensor, v: Tensor, log2_count: Tensor)
         )
     blobs = torch.zeros(k.shape[0], fmt.page_bytes, dtype=torch.uint8, device=k.device)
     out = views(fmt, blobs)
-    out["k"].copy_(k.transpose(1, 2))
+    out["k"].copy_(k)
     out["v"].copy_(v)
     out["log2_count"].copy_(log2_count)
     return blobs
 
 
-def make_prototypes(
-    k: Tensor, v: Tensor, groups: int, valid: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def make_prototypes(k: Tensor, v: Tensor, groups: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Splits each page's tokens into groups of similar keys and takes their means.
 
     Principal-direction bisecting (Boley 1998): the group with the largest scatter is cut by the sign of its
@@ -307,8 +314,9 @@ def make_prototypes(
 
 
 def _bisect(gram: Tensor, group: Tensor, new: int) -> Tensor:
-    """Cuts the group with the largest scatter of each page in two; gram [M, P, P], group [M, P]; the new
-    part's number.
+    """Cuts the group with the largest scatter of each page in two.
+
+    gram: [M, P, P]; group: [M, P] int64, -1 for no group; new: the number the new part gets.
     """
     member = (group[:, None] == torch.arange(new, device=gram.device)[:, None]).float()
     count = member.sum(2).clamp(min=1)

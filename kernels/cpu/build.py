@@ -1,0 +1,121 @@
+"""Builds the native library on first use and loads it by ctypes.
+
+The library has a plain C ABI and links no OpenMP: two OpenMP runtimes in one process fight for the cores, so it
+is handed `GOMP_parallel` of the one torch has already loaded (libgomp, or LLVM's and Intel's, which offer the
+same symbol), and runs on one thread where there is none. Cached under a name hashed from the source, the
+compiler and the CPU; written aside and renamed, so that two processes may build at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import torch
+
+SOURCES = ("attend.cpp", "store.cpp")
+HEADERS = ("lanes.h", "pages.h", "parallel.h")
+FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+
+
+class BuildError(RuntimeError):
+    """There is no C++ compiler, or it failed."""
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The native library, built if need be.
+
+    Raises:
+        BuildError: no compiler, a failed compilation, an unwritable cache folder.
+    """
+    torch.get_num_threads()
+    path = _build()
+    try:
+        loaded = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} can't be loaded: {error}") from error
+    loaded.testbed_set_parallel.argtypes = [ctypes.c_void_p]
+    loaded.testbed_set_parallel.restype = None
+    loaded.testbed_set_parallel(_parallel_address())
+    for name in ("testbed_attend", "testbed_append", "testbed_encode"):
+        function = getattr(loaded, name)
+        function.restype = None
+    return loaded
+
+
+def cache_folder() -> Path:
+    """Where libraries are kept: $TESTBED_CACHE/native, by default in the user's cache folder."""
+    root = os.environ.get("TESTBED_CACHE")
+    if root:
+        return Path(root) / "native"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "testbed" / "native"
+
+
+def _build() -> Path:
+    """Path of the library, compiled unless it is there."""
+    compiler = _compiler()
+    sources = [Path(__file__).with_name(name) for name in SOURCES]
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    digest = hashlib.sha256()
+    texts = [Path(__file__).with_name(name).read_bytes() for name in (*SOURCES, *HEADERS)]
+    for part in (*texts, version.encode(), " ".join(FLAGS).encode(), _cpu().encode()):
+        digest.update(part + b"\0")
+    target = cache_folder() / f"attend-{digest.hexdigest()[:16]}.so"
+    if target.is_file():
+        return target
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        os.close(descriptor)
+    except OSError as error:
+        raise BuildError(f"{target.parent} can't be written: {error}; set TESTBED_CACHE") from error
+    try:
+        command = [compiler, *FLAGS, *map(str, sources), "-o", temporary]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise BuildError(f"{compiler} failed: {done.stderr.strip()[:400]}")
+        Path(temporary).replace(target)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return target
+
+
+def _compiler() -> str:
+    """$CXX, or the first of g++, c++, clang++."""
+    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
+        found = shutil.which(name) if name else None
+        if found:
+            return found
+    raise BuildError("no C++ compiler (g++, c++, clang++ or $CXX) was found")
+
+
+def _cpu() -> str:
+    """What -march=native depends on."""
+    try:
+        flags = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    except OSError:
+        flags = None
+    return platform.machine() + (flags.group(0) if flags else platform.processor())
+
+
+def _parallel_address() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime this process already has, or None."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    paths = dict.fromkeys(line.split()[-1] for line in lines if re.search(r"/lib(?:gomp|omp|iomp5)[^/]*\.so", line))
+    for path in paths:
+        runtime = ctypes.CDLL(path)
+        if hasattr(runtime, "GOMP_parallel"):
+            return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value
+    return None
