@@ -14,7 +14,6 @@ UNITS: dict[str, str] = {
     "kl.mean": "nats",
     "top1.agreement": "fraction",
     "kv.device_bytes": "bytes",
-    "kv.device_bytes_full": "bytes",
     "kv.total_bytes": "bytes",
     "kv.full_bytes": "bytes",
     "kv.device_saved": "fraction",
@@ -26,6 +25,8 @@ UNITS: dict[str, str] = {
     "policy.share": "fraction",
     "sim.local.ms_per_token": "ms/token",
     "sim.h200.ms_per_token": "ms/token",
+    "sim.local.ms_per_token_full": "ms/token",
+    "sim.h200.ms_per_token_full": "ms/token",
 }
 
 HIGHER_IS_BETTER = frozenset(
@@ -39,12 +40,3 @@ HIGHER_IS_BETTER = frozenset(
         "decode.speedup",
     }
 )
-
-
-def unit_of(name: str) -> str:
-    """The unit of a listed name.
-
-    Raises:
-        KeyError: the name is not listed.
-    """
-    return UNITS[name]

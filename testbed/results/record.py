@@ -22,6 +22,9 @@ from testbed.results.names import UNITS
 SCHEMA = 1
 FILE_NAME = "record.json"
 
+SAMPLE_KEYS = ("id", "context_id", "score", "score_full", "kl", "top1", "ms_per_token", "ms_per_token_full")
+"""Of every sample: its id and context, and what `testbed.compare` pairs (each may be missing or None but `id`)."""
+
 Kind = Literal["measured", "simulated", "quoted"]
 Status = Literal["complete", "partial", "failed"]
 
@@ -83,7 +86,7 @@ class Record:
         results: numbers, unique by name.
         activity: proof that the policy acted: pages kept, dropped, attended per mode, heads per class.
         bytes: bytes per tier and format, as the allocator and the ledger say.
-        samples: one plain dict a sample.
+        samples: one plain dict a sample; keys that others read are in `SAMPLE_KEYS`.
         alarms: one line each for what looks wrong with the comparison.
         notes: one line each for what went wrong beside the result (a tracker that failed).
     """
@@ -120,6 +123,8 @@ class Record:
                 raise RecordError(f"record {key}={getattr(self, key)!r}: must be a mapping")
         for key in ("results", "samples", "alarms", "notes"):
             object.__setattr__(self, key, tuple(getattr(self, key)))
+        if any(not isinstance(sample, Mapping) or "id" not in sample for sample in self.samples):
+            raise RecordError("record samples: every entry must be a mapping with an id")
         if any(not isinstance(number, Number) for number in self.results):
             raise RecordError("record results: every entry must be a Number")
         names = [number.name for number in self.results]
