@@ -233,9 +233,7 @@ class DecisionLog:
             raise LogError(f"{path} line {len(lines)}: cut short, the run that wrote it was killed")
         parsed = [_parse(line, f"{path} line {number}") for number, line in enumerate(lines, 1)]
         header = _header_from(parsed[0], f"{path} line 1")
-        return DecisionLog(
-            header, tuple(_step_from(raw, f"{path} line {n}") for n, raw in enumerate(parsed[1:], 2))
-        )
+        return DecisionLog(header, tuple(_step_from(raw, f"{path} line {n}") for n, raw in enumerate(parsed[1:], 2)))
 
 
 def diff(a: DecisionLog, b: DecisionLog) -> Difference | None:
@@ -251,9 +249,7 @@ def diff(a: DecisionLog, b: DecisionLog) -> Difference | None:
 
 
 def _why(left: Mapping[str, Any], right: Mapping[str, Any]) -> str:
-    return "; ".join(
-        f"{key}: {left[key]!r} against {right[key]!r}" for key in left if left[key] != right[key]
-    )
+    return "; ".join(f"{key}: {left[key]!r} against {right[key]!r}" for key in left if left[key] != right[key])
 
 
 def _header_line(header: Header) -> str:
@@ -320,9 +316,7 @@ def _step_from(raw: dict[str, Any], where: str) -> Step:
     for move in moves:
         _exactly(move, ("from", "to", "bytes", "pages", "format", "demand"), f"{where}, moves")
     try:
-        built = tuple(
-            Move(m["from"], m["to"], m["bytes"], m["pages"], m["format"], m["demand"]) for m in moves
-        )
+        built = tuple(Move(m["from"], m["to"], m["bytes"], m["pages"], m["format"], m["demand"]) for m in moves)
         return Step(moves=built, **raw)
     except LogError as error:
         raise LogError(f"{where}: {error}") from error
