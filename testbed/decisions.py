@@ -7,6 +7,7 @@ other. Moves and reads are sums over streams, never a line per page: a log grows
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -75,6 +76,12 @@ class ModelShape:
             _count(f"model.{key}", getattr(self, key), 1)
         if self.query_heads % self.kv_heads:
             raise LogError(f"model.query_heads={self.query_heads}: no multiple of kv_heads={self.kv_heads}")
+
+    @property
+    def bytes_per_weight(self) -> int:
+        """Size of one weight, 1, 2 or 4 bytes: two operations a weight say how many weights there are."""
+        each = 2 * self.weights_bytes / self.flops_per_token
+        return min((1, 2, 4), key=lambda size: abs(math.log(each / size)))
 
 
 @dataclass(frozen=True)

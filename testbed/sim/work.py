@@ -17,7 +17,7 @@ from testbed.decisions import DecisionLog, Header, LogError, Step
 from testbed.sim.hardware import Hardware
 
 DEVICE = ("L0", "L1")
-BYTES_PER_VALUE = {2: "bf16_flops", 4: "fp32_flops"}
+PEAKS = {1: "bf16_flops", 2: "bf16_flops", 4: "fp32_flops"}  # by bytes a weight; 8-bit weights compute in bf16
 
 
 @dataclass(frozen=True)
@@ -60,11 +60,19 @@ class Work:
         return sum(cost.us for cost in self.costs.values())
 
 
-def peak_key(bytes_per_value: int) -> str:
-    """Name of the peak rate for a compute dtype."""
-    if bytes_per_value not in BYTES_PER_VALUE:
-        raise LogError(f"compute_bytes_per_value={bytes_per_value}: the twin knows 2 (bf16) and 4 (fp32)")
-    return BYTES_PER_VALUE[bytes_per_value]
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes per weight and per number of a compute-dtype page: as logged, and as predicted for."""
+
+    weight: int
+    weight_logged: int
+    page: int
+    page_logged: int
+
+    @property
+    def peak(self) -> str:
+        """Name of the peak rate for arithmetic beside these weights."""
+        return PEAKS[self.weight]
 
 
 def works(log: DecisionLog, hardware: Hardware, bytes_per_value: int | None = None) -> list[Work]:
@@ -73,18 +81,20 @@ def works(log: DecisionLog, hardware: Hardware, bytes_per_value: int | None = No
     Args:
         log: what the policy decided.
         hardware: the machine.
-        bytes_per_value: predict for this compute dtype (2 or 4) instead of the one the log was recorded in.
+        bytes_per_value: of weights and compute-dtype pages (2: bf16, 4: float32), if not as recorded.
     """
-    target = bytes_per_value or log.header.compute_bytes_per_value
-    peak_key(target)
-    return [_work(step, log.header, hardware, target) for step in log.decode]
+    weight, page = log.header.model.bytes_per_weight, log.header.compute_bytes_per_value
+    sizes = Sizes(bytes_per_value or weight, weight, bytes_per_value or page, page)
+    for key, size in (("bytes_per_value", bytes_per_value), ("compute_bytes_per_value", page)):
+        if size not in (None, 2, 4):
+            raise LogError(f"{key}={size}: the twin knows 2 (bf16) and 4 (float32)")
+    return [_work(step, log.header, hardware, sizes) for step in log.decode]
 
 
-def _work(step: Step, header: Header, hardware: Hardware, bytes_per_value: int) -> Work:
-    ratio = bytes_per_value / header.compute_bytes_per_value
-    weights_bytes = header.model.weights_bytes * ratio
+def _work(step: Step, header: Header, hardware: Hardware, sizes: Sizes) -> Work:
+    weights_bytes = header.model.weights_bytes * sizes.weight / sizes.weight_logged
     _check_capacity(step, weights_bytes, hardware)
-    demand, background, repack_bytes = _moves(step, ratio)
+    demand, background, repack_bytes = _moves(step, sizes.page / sizes.page_logged)
     for tier, size in step.read_bytes.items():
         if tier not in DEVICE and size:
             demand[tier] = demand.get(tier, 0) + size  # attention reads them across the link
@@ -94,8 +104,8 @@ def _work(step: Step, header: Header, hardware: Hardware, bytes_per_value: int) 
     return Work(
         step=step,
         costs={
-            "weights": _linears(step, header, hardware, weights_bytes, peak_key(bytes_per_value)),
-            "attention": _attention(step, header, hardware, bytes_per_value),
+            "weights": _linears(step, header, hardware, weights_bytes, sizes.peak),
+            "attention": _attention(step, header, hardware, sizes),
             "overhead": _overhead(step, header, hardware),
         },
         repack=Cost(repack_us, repack_keys),
@@ -140,28 +150,27 @@ def _linears(step: Step, header: Header, hardware: Hardware, weights_bytes: floa
     return Cost(compute, frozenset({peak, "matmul_efficiency"}))
 
 
-def _attention(step: Step, header: Header, hardware: Hardware, bytes_per_value: int) -> Cost:
+def _attention(step: Step, header: Header, hardware: Hardware, sizes: Sizes) -> Cost:
     head_dim, group = header.model.head_dim, header.model.query_heads // header.model.kv_heads
     values = {name: 2 * head_dim * count for name, count in step.read_tokens.items()}
     hot_bytes, paged_bytes = (float(step.read_bytes.get(tier, 0)) for tier in DEVICE)
     # Another dtype changes only what is read in the compute dtype: all of L0, and L1's part of it.
-    saved = values.get("compute", 0) * (header.compute_bytes_per_value - bytes_per_value)
+    saved = values.get("compute", 0) * (sizes.page_logged - sizes.page)
     # The one nearer to zero: saved and L0's whole change have the same sign.
-    hot_saved = sorted((0.0, saved, hot_bytes * (1 - bytes_per_value / header.compute_bytes_per_value)))[1]
+    hot_saved = sorted((0.0, saved, hot_bytes * (1 - sizes.page / sizes.page_logged)))[1]
     hot_bytes, paged_bytes = hot_bytes - hot_saved, paged_bytes - (saved - hot_saved)
     bandwidth = hardware["memory_bandwidth"]
     memory = hot_bytes / (bandwidth * hardware["contiguous_efficiency"])
     memory += paged_bytes / (bandwidth * hardware["paged_efficiency"])
-    peak = peak_key(bytes_per_value)
     # One value meets each query row of its group once, a multiplication and an addition.
     flops = 2 * group * step.tokens * sum(values.values())
-    arithmetic = flops / (hardware[peak] * hardware["matmul_efficiency"])
+    arithmetic = flops / (hardware[sizes.peak] * hardware["matmul_efficiency"])
     quantised = {f"{name}_dequant": values[name] for name in ("int8", "int4") if values.get(name)}
     arithmetic += sum(count / hardware[key] for key, count in quantised.items())
     if memory >= arithmetic:
         read = [key for key, size in zip(("contiguous", "paged"), (hot_bytes, paged_bytes), strict=True) if size]
         return Cost(memory, frozenset({"memory_bandwidth", *(f"{key}_efficiency" for key in read)}))
-    return Cost(arithmetic, frozenset({peak, "matmul_efficiency", *quantised}))
+    return Cost(arithmetic, frozenset({sizes.peak, "matmul_efficiency", *quantised}))
 
 
 def _overhead(step: Step, header: Header, hardware: Hardware) -> Cost:

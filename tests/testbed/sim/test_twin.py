@@ -185,7 +185,7 @@ def test_other_dtype_equals_a_log_recorded_in_it(recorded: int, wanted: int) -> 
             read_bytes={"L0": hot, "L1": compute + int4},
             read_tokens=tokens,
         )
-        model = TINY.__class__("m", 4, 4, 2, 8, 2_000_000 * size, 4_000_000)
+        model = TINY.__class__("m", 4, 4, 2, 8, 2_000_000 * size, 4_000_000)  # 2 M weights
         return log(step, model=model, value_bytes=size)
 
     hardware = machine(paged_efficiency=0.3)
@@ -259,7 +259,7 @@ def test_refusals() -> None:
         predict([], machine())
     with pytest.raises(LogError, match="several policies"):
         predict([log(decode(1)), log(decode(1), policy="other")], machine())
-    with pytest.raises(LogError, match="compute_bytes_per_value=8"):
+    with pytest.raises(LogError, match="bytes_per_value=8"):
         predict(log(decode(1)), machine(), bytes_per_value=8)
     with pytest.raises(LogError, match="device tiers take"):
         predict(log(decode(1, held_bytes={"L1": 10**6})), machine(memory_capacity=4.5e6))
