@@ -47,13 +47,13 @@ def render(page: Page) -> str:
     return environment.get_template("page.html.j2").render(page=page)
 
 
-def write(page: Page, path: Path) -> Path:
-    """Renders and writes atomically.
+def write(what: Page | Record, path: Path) -> Path:
+    """Renders a page, or the page of a record, and writes it atomically.
 
     Raises:
         RecordError: the file system refused.
     """
-    write_atomically(path, render(page))
+    write_atomically(path, render(record_page(what) if isinstance(what, Record) else what))
     return path
 
 

@@ -14,6 +14,7 @@ UNITS: dict[str, str] = {
     "kl.mean": "nats",
     "top1.agreement": "fraction",
     "kv.device_bytes": "bytes",
+    "kv.device_bytes_full": "bytes",
     "kv.total_bytes": "bytes",
     "kv.full_bytes": "bytes",
     "kv.device_saved": "fraction",

@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from testbed.results.record import Record, RecordError, load, save
+from testbed.results.record import Record, RecordError, save
 
 log = logging.getLogger(__name__)
 
@@ -70,10 +72,9 @@ class Tracker:
         """
         if self.mode == "disabled":
             return record
-        problem = self._run(path)
-        if problem is None:
+        note = self._run(path)
+        if note is None:
             return record
-        note = f"W&B ({self.mode}) failed: {problem}"
         log.warning("%s; the record is complete at %s", note, path)
         noted = replace(record, notes=(*record.notes, note))
         try:
@@ -82,8 +83,16 @@ class Tracker:
             return record  # the record without the note is on disk, and the note has been printed
         return noted
 
+    def publish_comparison(self, path: Path) -> str | None:
+        """Sends a saved compare.json to W&B; the reason of a failure in one line, or None."""
+        return None if self.mode == "disabled" else self._run(path)
+
     def _run(self, path: Path) -> str | None:
         """Logs in a child process; the reason of a failure in one line, or None."""
+        problem = self._child(path)
+        return None if problem is None else f"W&B ({self.mode}) failed: {problem}"
+
+    def _child(self, path: Path) -> str | None:
         root = str(Path(__file__).resolve().parents[2])
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
         command = [sys.executable, "-m", __spec__.name, str(path), "--mode", self.mode, "--project", self.project]
@@ -123,52 +132,93 @@ def _kill(child: subprocess.Popen[str]) -> None:
     child.wait()
 
 
-def log_record(path: Path, mode: Mode, project: str, entity: str | None, group: str | None, wait_s: float) -> None:
-    """Logs configuration, metrics, tables and the record itself as an artifact; raises what W&B raises."""
-    os.environ.setdefault("WANDB_DATA_DIR", str(path.parent / "wandb"))  # artifacts stage inside the run folder
-    import wandb
-
-    record = load(path)
+def send(path: Path, mode: Mode, project: str, entity: str | None, group: str | None, wait_s: float) -> None:
+    """Logs a record or a comparison; raises what W&B raises."""
     folder = path.parent / "wandb"
     if folder.exists() and not os.access(folder, os.W_OK | os.X_OK):
         raise PermissionError(f"{folder}: not writable")  # W&B would quietly use a temporary folder instead
+    os.environ.setdefault("WANDB_DATA_DIR", str(folder))  # artifacts stage inside the run folder
+    import wandb
+
+    what = read_payload(path)
+    quiet = wandb.Settings(silent=True, console="off", init_timeout=wait_s, finish_timeout=wait_s, x_disable_stats=True)
     run = wandb.init(
         dir=str(path.parent),
         mode=mode,
         project=project,
         entity=entity,
         group=group,
-        name=record.run_id,
-        config={"config": dict(record.config), "config_hash": record.config_hash, "seed": record.seed},
-        settings=wandb.Settings(
-            silent=True, console="off", init_timeout=wait_s, finish_timeout=wait_s, x_disable_stats=True
-        ),
+        name=what.name,
+        job_type=what.kind,
+        config=what.config,
+        settings=quiet,
     )
-    run.log(metrics(record) | {"results": _results_table(wandb, record), "samples": _samples_table(wandb, record)})
-    run.summary.update({"status": record.status, "reason": record.reason, "alarms": list(record.alarms)})
-    artifact = wandb.Artifact(f"record-{run.id}", type="record", metadata={"schema": record.schema})
-    artifact.add_file(str(path), name="record.json")
+    tables = {
+        name: wandb.Table(columns=list(columns), data=list(rows), allow_mixed_types=True)
+        for name, (columns, rows) in what.tables.items()
+    }
+    run.log({**what.metrics, **tables})
+    run.summary.update(what.summary)
+    artifact = wandb.Artifact(f"{what.kind}-{run.id}", type=what.kind)
+    for file in what.files:
+        artifact.add_file(str(file), name=file.name)
     run.log_artifact(artifact)
     run.finish()
+    if what.kind == "comparison" and mode == "online" and find_spec("wandb_workspaces"):
+        _report(what, project, entity)
 
 
-def metrics(record: Record) -> dict[str, float]:
-    """Name -> value of every result that has one."""
-    return {number.name: number.value for number in record.results if number.value is not None}
+def _report(what: Payload, project: str, entity: str | None) -> None:
+    """A W&B report with the comparison's table, where the optional package for it is installed."""
+    from wandb_workspaces.reports import v2  # pyright: ignore[reportMissingImports]
+
+    columns, rows = what.tables["comparison"]
+    lines = [columns, ["---"] * len(columns), *rows]
+    text = "\n".join("| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in lines)
+    v2.Report(project=project, entity=entity or "", title=what.name, blocks=[v2.MarkdownBlock(text=text)]).save()
 
 
-def _results_table(wandb: Any, record: Record) -> Any:
-    columns = ["name", "value", "unit", "kind", "low", "high", "n"]
-    rows = [
-        [n.name, n.value, n.unit, n.kind, *(n.ci if n.ci is not None else (None, None)), n.n] for n in record.results
+@dataclass(frozen=True)
+class Payload:
+    """What one W&B run is given; tables are name -> (columns, rows)."""
+
+    name: str
+    kind: Literal["record", "comparison"]
+    config: dict[str, Any]
+    metrics: dict[str, float]
+    tables: dict[str, tuple[list[str], list[list[Any]]]]
+    summary: dict[str, Any]
+    files: list[Path]
+
+
+def read_payload(path: Path) -> Payload:
+    """What to log of a record.json or a compare.json."""
+    data = json.loads(path.read_text(encoding="utf-8"))
+    if "comparison" in data:
+        summary = {"alarms": data["alarms"], "notes": data["notes"]}
+        files = [file for file in (path, path.with_suffix(".html")) if file.exists()]
+        return Payload(data["comparison"], "comparison", {}, {}, {"comparison": _table(data["rows"])}, summary, files)
+    record = Record.from_dict(data, str(path))
+    results = [
+        {"name": n.name, "value": n.value, "unit": n.unit, "kind": n.kind}
+        | dict(zip(("low", "high"), n.ci or (None, None), strict=True))
+        | {"n": n.n}
+        for n in record.results
     ]
-    return wandb.Table(columns=columns, data=rows)
+    return Payload(
+        name=record.run_id,
+        kind="record",
+        config={"config": dict(record.config), "config_hash": record.config_hash, "seed": record.seed},
+        metrics={number.name: number.value for number in record.results if number.value is not None},
+        tables={"results": _table(results), "samples": _table(record.samples)},
+        summary={"status": record.status, "reason": record.reason, "alarms": list(record.alarms)},
+        files=[path],
+    )
 
 
-def _samples_table(wandb: Any, record: Record) -> Any:
-    columns = list(dict.fromkeys(key for sample in record.samples for key in sample))
-    rows = [[_cell(sample.get(key)) for key in columns] for sample in record.samples]
-    return wandb.Table(columns=columns, data=rows, allow_mixed_types=True)
+def _table(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return columns, [[_cell(row.get(key)) for key in columns] for row in rows]
 
 
 def _cell(value: object) -> object:
@@ -186,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--timeout-s", type=float, required=True)
     args = parser.parse_args(arguments)
     try:
-        log_record(args.path, args.mode, args.project, args.entity, args.group, 0.8 * args.timeout_s)
+        send(args.path, args.mode, args.project, args.entity, args.group, 0.8 * args.timeout_s)
     except Exception as error:  # whatever W&B raises becomes the parent's one line
         print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
         return 1

@@ -25,17 +25,30 @@ from testbed.workloads.base import (
 )
 from testbed.workloads.haystack import Haystack, Text, documents, split_documents
 
-# The splits share neither keys nor numbers, so that nothing calibrated can know an answer of the test.
+# The splits share neither keys nor numbers, so that nothing calibrated can know an answer of the test. Keys are whole
+# phrases: with one-word keys in one sentence pattern, SmolLM2-135M mixes up the needles of a context (6 of 9 right).
 KEYS: dict[Split, tuple[str, ...]] = {
     "test": (
-        "Chicago", "London", "Paris", "Tokyo", "Berlin", "Madrid", "Sydney", "Boston",
-        "Dublin", "Vienna", "Moscow", "Toronto", "Denver", "Houston", "Dallas", "Delhi",
+        "telephone number of the bakery",
+        "entry code of the museum",
+        "serial number of the camera",
+        "account number of the farmer",
+        "flight number of the pilot",
+        "locker code of the swimmer",
+        "ticket number of the tourist",
+        "license number of the dentist",
     ),
     "calibration": (
-        "Seattle", "Rome", "Oslo", "Lisbon", "Cairo", "Athens", "Miami", "Atlanta",
-        "Prague", "Warsaw", "Mumbai", "Phoenix", "Portland", "Shanghai", "Montreal", "Geneva",
+        "order number of the plumber",
+        "membership number of the golfer",
+        "password of the librarian",
+        "registration number of the truck",
+        "badge number of the guard",
+        "invoice number of the tailor",
+        "case number of the lawyer",
+        "room code of the hotel",
     ),
-}  # fmt: skip
+}
 NUMBERS: dict[Split, tuple[int, int]] = {
     "test": (1_000_000, 6_999_999),
     "calibration": (7_000_000, 9_999_999),
@@ -63,8 +76,8 @@ class Needle:
     depths: Sequence[float] = (0.1, 0.5, 0.9)
     samples_per_cell: int = 1
     needles_per_context: int = 1
-    needle: str = " The special magic {key} number is: {number}."
-    question: str = "\n\nWhat is the special magic {key} number? The special magic {key} number is:"
+    needle: str = " The {key} is {number}."
+    question: str = "\n\nWhat is the {key}? The {key} is"
     max_new_tokens: int = 10
     split: Split = "test"
     text: Text = None
