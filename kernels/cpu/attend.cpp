@@ -11,7 +11,7 @@
 
 namespace testbed {
 
-constexpr int kRows = 6, kSplitTokens = 1024, kBlockTokens = 256, kMaxDim = 1024;
+constexpr int kRows = 6, kSplitTokens = 1024, kBlockTokens = 256, kMaxDim = 1024, kAhead = 4;
 const float kInf = __builtin_inff();
 
 struct PoolArg {
@@ -39,9 +39,19 @@ struct Scratch {
   std::vector<float> row_top, row_total;    // [S, rows]
 };
 
+// Pages are too short for the hardware to see a stream in them, so the next half page is asked for bit by bit.
+struct Ahead {
+  const uint8_t* at;
+  int step;
+  void go() {
+    __builtin_prefetch(at, 0, 2);
+    at += step;
+  }
+};
+
 // scores[r][j] = q[r] . key[j]; rows are ld apart.
 template <class F, int R>
-void score_page(const F& page, const float* q, int D, int P, float* scores, int ld) {
+void score_page(const F& page, const float* q, int D, int P, float* scores, int ld, Ahead ahead) {
   float folded[R * kMaxDim];
   float low[R] = {};
   if constexpr (F::kQuantised) {
@@ -61,6 +71,7 @@ void score_page(const F& page, const float* q, int D, int P, float* scores, int 
     vf a[R], b[R];
     for (int r = 0; r < R; ++r) a[r] = b[r] = splat(low[r]);
     for (int d = 0; d < D; ++d) {
+      if (j == 0) ahead.go();
       Pair k = page.keys(d, j);
       for (int r = 0; r < R; ++r) {
         vf x = splat(q[r * D + d]);
@@ -77,7 +88,7 @@ void score_page(const F& page, const float* q, int D, int P, float* scores, int 
 
 // acc[r] += sum_j p[r][j] value[j]; Dp is a multiple of 16.
 template <class F, int R>
-void add_page(const F& page, const float* p, int ld, int Dp, int P, float* acc) {
+void add_page(const F& page, const float* p, int ld, int Dp, int P, float* acc, Ahead ahead) {
   float folded[R * 64];
   float low[R] = {};
   if constexpr (F::kQuantised) {
@@ -101,6 +112,7 @@ void add_page(const F& page, const float* p, int ld, int Dp, int P, float* acc) 
       b[r] = load(acc + r * Dp + d + Dp / 2) + splat(low[r]);
     }
     for (int j = 0; j < P; ++j) {
+      ahead.go();
       Pair v = page.values(j, d);
       for (int r = 0; r < R; ++r) {
         vf x = splat(p[r * ld + j]);
@@ -177,9 +189,15 @@ struct Item {
   const PoolArg& pool(int64_t n) const { return a.pools[a.pool[s * a.pool_stride + n]]; }
   const uint8_t* blob(int64_t n) const {
     const PoolArg& p = pool(n);
-    int64_t slot = a.slot[s * a.slot_stride + n];
+    const uint32_t slot = a.slot[s * a.slot_stride + n], pages = (uint32_t)p.slab_pages;
     const uint8_t* const* slabs = (const uint8_t* const*)p.slabs;
-    return slabs[slot / p.slab_pages] + (slot % p.slab_pages) * p.bytes;
+    return slabs[slot / pages] + (int64_t)(slot % pages) * p.bytes;
+  }
+  // What to fetch while another page is worked on: half a page, spread over `steps` iterations.
+  Ahead ahead(int64_t n, int64_t end, bool values, int steps) const {
+    if (n >= end) return {blob(end - 1), 0};
+    const int64_t half = pool(n).bytes / 2;
+    return {blob(n) + (values ? half : 0), (int)((half + steps - 1) / steps)};
   }
   int64_t start(int64_t n) const { return (int64_t)a.page[s * a.page_stride + n] * P; }
 
@@ -193,7 +211,7 @@ struct Item {
     return position <= own[r] && (!a.window || position > own[r] - a.window);
   }
 
-  void score(int64_t n, Sight seen, float* scores, int ld) {
+  void score(int64_t n, Sight seen, float* scores, int ld, Ahead ahead) {
     const PoolArg& p = pool(n);
     const uint8_t* b = blob(n);
     if (p.format == kProto) {
@@ -204,7 +222,7 @@ struct Item {
       return;
     }
     dispatch(p.format, b, [&](const auto& page) {
-      score_page<std::decay_t<decltype(page)>, R>(page, q, D, P, scores, ld);
+      score_page<std::decay_t<decltype(page)>, R>(page, q, D, P, scores, ld, ahead);
     });
     if (a.slopes)
       for (int r = 0; r < R; ++r)
@@ -215,13 +233,13 @@ struct Item {
           if (!sees(r, start(n) + j)) scores[r * ld + j] = -kInf;
   }
 
-  void add(int64_t n, Sight seen, const float* p, int ld) {
+  void add(int64_t n, Sight seen, const float* p, int ld, Ahead ahead) {
     const PoolArg& from = pool(n);
     const uint8_t* b = blob(n);
     if (from.format == kProto) return add_proto<R>(b, (int)from.rows, p, ld, D, Dp, acc);
     if (seen == kPartly) return add_partly(from.format, b, n, p, ld);
     dispatch(from.format, b, [&](const auto& page) {
-      add_page<std::decay_t<decltype(page)>, R>(page, p, ld, Dp, P, acc);
+      add_page<std::decay_t<decltype(page)>, R>(page, p, ld, Dp, P, acc, ahead);
     });
   }
 
@@ -233,7 +251,7 @@ struct Item {
       for (int r = 0; r < R; ++r) seen = seen || sees(r, start(n) + j);
       if (!seen) std::memset(tile.data() + P * Dp + j * Dp, 0, sizeof(float) * Dp);
     }
-    add_page<Fp32Page, R>(Fp32Page((const uint8_t*)tile.data(), P, Dp), p, ld, Dp, P, acc);
+    add_page<Fp32Page, R>(Fp32Page((const uint8_t*)tile.data(), P, Dp), p, ld, Dp, P, acc, {b, 0});
   }
 
   std::vector<float>& copy(int64_t format, const uint8_t* b) const {
@@ -256,6 +274,7 @@ struct Item {
   }
 
   void split(int64_t begin, int64_t end, Scratch& scratch) {
+    const int64_t reach = a.threads == 1 ? a.count[s] : end;  // alone, the next split is this thread's too
     alignas(64) float scores[R * kBlockTokens];
     Sight seen[kBlockTokens / 16];
     const int64_t step = kBlockTokens / P, blocks = (a.N + step - 1) / step, rows = a.G * a.T;
@@ -265,7 +284,9 @@ struct Item {
       for (int64_t n = n0; n < n1; ++n) {
         float* to = scores + (n - n0) * P;
         seen[n - n0] = sight(n);
-        if (seen[n - n0] != kHidden) score(n, seen[n - n0], to, kBlockTokens);
+        if (n0 == begin && n + kAhead < n1)  // later blocks' keys come in while the block before is added
+          for (int64_t i = 0; i < pool(n + kAhead).bytes / 2; i += 64) __builtin_prefetch(blob(n + kAhead) + i, 0, 2);
+        if (seen[n - n0] != kHidden) score(n, seen[n - n0], to, kBlockTokens, ahead(n, reach, true, D));
         else
           for (int r = 0; r < R; ++r)
             for (int j = 0; j < P; ++j) to[r * kBlockTokens + j] = -kInf;
@@ -284,7 +305,7 @@ struct Item {
         }
       if (!any) continue;
       for (int64_t n = n0; n < n1; ++n)
-        if (seen[n - n0] != kHidden) add(n, seen[n - n0], scores + (n - n0) * P, kBlockTokens);
+        if (seen[n - n0] != kHidden) add(n, seen[n - n0], scores + (n - n0) * P, kBlockTokens, ahead(n + step, reach, false, Dp * P / 16));
     }
   }
 
