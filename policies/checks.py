@@ -37,7 +37,7 @@ def require_number(part: object, key: str, least: float, most: float = math.inf,
 def require_choice(part: object, key: str, allowed: Collection[str]) -> None:
     """The field is one of the allowed names."""
     value = getattr(part, key)
-    if value not in allowed:
+    if not isinstance(value, str) or value not in allowed:
         raise PolicyError(f"{type(part).__name__}.{key}={value!r}: must be one of {', '.join(allowed)}")
 
 

@@ -78,6 +78,10 @@ class Elastic:
         """[L, Hk, N] int8 of `Mode`."""
         load = self.load(signals)
         alive = signals.held.alive
+        local = (head_classes(signals) == Head.LOCAL).unsqueeze(-1)
+        plain = torch.where(resident, int(Mode.EXACT), int(Mode.SKIP)).to(torch.int8)
+        if bool(load <= self.cluster_load) and not bool((alive & ~resident & ~local).any()):
+            return plain
         order = score.masked_fill(~alive, -math.inf).argsort(dim=-1, descending=True, stable=True)
         core_pages = (alive.sum(-1, keepdim=True) * self.core_fraction).ceil()
         place = torch.arange(signals.shape[2], device=signals.device)
@@ -92,12 +96,10 @@ class Elastic:
         ramp = ((self.skip_load - load) / (self.skip_load - self.background_load)).clamp(0.0, 1.0)
         affordable = nth * signals.page_bytes.prototype <= room.unsqueeze(-1)
         cluster = rest & torch.zeros_like(rest).scatter_(-1, order, affordable & (nth <= others * ramp))
-        lowest = nth > others - (others * self.skip_fraction).floor()
-        skipped = torch.zeros_like(rest).scatter_(-1, order, lowest) & (load > self.skip_load)
+        lowest = (nth > others - (others * self.skip_fraction).floor()) & (load > self.skip_load)
+        skipped = torch.zeros_like(rest).scatter_(-1, order, lowest)
         background = rest & ~cluster & ~skipped & (room >= 0).unsqueeze(-1)
 
-        mode = torch.where(exact, int(Mode.EXACT), int(Mode.SKIP))
-        mode = mode.masked_fill(cluster, int(Mode.CLUSTER)).masked_fill(background, int(Mode.BACKGROUND))
-        local = (head_classes(signals) == Head.LOCAL).unsqueeze(-1)
-        plain = torch.where(resident, int(Mode.EXACT), int(Mode.SKIP))
-        return torch.where(local, plain, mode).to(torch.int8)
+        mode = torch.where(exact, int(Mode.EXACT), int(Mode.SKIP)).to(torch.int8)
+        mode = mode.masked_fill_(cluster, int(Mode.CLUSTER)).masked_fill_(background, int(Mode.BACKGROUND))
+        return torch.where(local, plain, mode)
