@@ -268,6 +268,7 @@ class Policy:
     Attributes:
         every_steps: decode steps between plans (1 = before each token).
         cold_start_tokens: while the sequence is shorter than this, the plan is dense.
+        budget_fraction: device bytes as a fraction of the full cache, for runs that name none; None = no limit.
     """
 
     name: str
@@ -280,6 +281,7 @@ class Policy:
     prefetch: Prefetch
     every_steps: int = 1
     cold_start_tokens: int = 0
+    budget_fraction: float | None = None
 
     def __post_init__(self) -> None:
         """Checks what Hydra's instantiate does not."""
@@ -293,6 +295,9 @@ class Policy:
             least = 1 if key == "every_steps" else 0
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PolicyError(f"policy.{key}={value!r}: must be a whole number of at least {least}")
+        fraction = self.budget_fraction
+        if fraction is not None and not 0.0 < fraction <= 1.0:
+            raise PolicyError(f"policy.budget_fraction={fraction!r}: must be above 0 and at most 1, or null")
 
     @property
     def parts(self) -> dict[str, Part]:

@@ -39,7 +39,7 @@ IDENTITY = {
     "attention": "exact",
     "prefetch": "none",
 }
-SETTINGS = {"every_steps": 1, "cold_start_tokens": 0}
+SETTINGS: Mapping[str, int | float | None] = {"every_steps": 1, "cold_start_tokens": 0, "budget_fraction": None}
 # Ends the name of a part that a second policy also wanted, so that a swap of the slot also ends the conflict.
 CONTESTED = "!"
 
@@ -54,7 +54,7 @@ class NamedPolicy:
 
     name: str
     parts: Mapping[str, str]
-    settings: Mapping[str, int]
+    settings: Mapping[str, int | float | None]
 
     @property
     def says_something(self) -> bool:
@@ -260,3 +260,10 @@ def compose_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     register()
     with initialize_config_module("conf", version_base="1.3"):
         return compose(overrides=[f"+{GROUP}={name}", *overrides])
+
+
+def full_policy() -> Policy:
+    """The full cache: every slot its identity. Needs no composition, so it can be had inside a running command."""
+    source = PolicySource(provider="testbed", path="policies://conf")
+    parts = {slot: source.load_config(f"{GROUP}/{slot}/{part}").config for slot, part in IDENTITY.items()}
+    return Policy("full", **{slot: instantiate(part) for slot, part in parts.items()})

@@ -6,6 +6,7 @@ run: it is created, locked and removed with it.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import json
@@ -52,6 +53,7 @@ class FilePool:
         self.slots = SlotMap()
         self._file: int | None = None
         self.path: Path | None = None
+        self._returned_pages = 0  # free slots whose blocks the file system has back
 
     def _open(self) -> int:
         """The file, made on first use."""
@@ -87,8 +89,10 @@ class FilePool:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the file."""
-        return os.fstat(self._file).st_size if self._file is not None else 0
+        """Bytes of header and slots, less those of freed slots that were given back (in whole blocks)."""
+        if self._file is None:
+            return 0
+        return HEADER_BYTES + (self.slots.capacity - self._returned_pages) * self.fmt.page_bytes
 
     def allocate(self, pages: int) -> Tensor:
         """Slots [pages] int64, lowest free first; the file grows by what is missing."""
@@ -99,21 +103,17 @@ class FilePool:
                 os.ftruncate(self._open(), HEADER_BYTES + self.slots.capacity * self.fmt.page_bytes)
             except OSError as error:
                 raise ArchiveError(f"can't grow {self.path}: {error.strerror}") from error
+        self._returned_pages = max(0, self._returned_pages - (pages - max(0, missing)))
         return self.slots.take(pages)
 
     def free(self, slots: Tensor) -> None:
-        """Gives slots back and cuts free pages off the end of the file."""
+        """Gives slots back; their blocks go back to the file system where it takes them."""
         self.slots.give(slots)
-        taken = (~self.slots.free).nonzero().flatten()
-        keep = int(taken[-1]) + 1 if len(taken) else 0
-        if keep < self.slots.capacity:
-            kept = SlotMap()
-            kept.grow(keep)
-            if keep:
-                kept.take(keep)
-                kept.give(self.slots.free[:keep].nonzero().flatten())
-            self.slots = kept
-            os.ftruncate(self._open(), HEADER_BYTES + keep * self.fmt.page_bytes)
+        ordered = slots.sort().values
+        for start, stop in _runs(ordered):
+            length = (stop - start) * self.fmt.page_bytes
+            if _punch(self._open(), self._offset(int(ordered[start])), length):
+                self._returned_pages += stop - start
 
     def write(self, slots: Tensor, blobs: Tensor) -> None:
         """Copies blobs [M, page_bytes] uint8 into slots [M]; neighbours go in one write."""
@@ -144,7 +144,7 @@ class FilePool:
     def clone(self) -> FilePool:
         """An independent copy in a file of its own."""
         other = FilePool(self.fmt, self.folder, self.compute_device)
-        other.slots = self.slots.clone()
+        other.slots, other._returned_pages = self.slots.clone(), self._returned_pages
         if self.path is not None:
             other._open()
             assert other.path is not None
@@ -166,6 +166,16 @@ class FilePool:
     def __del__(self) -> None:
         """A pool that was forgotten leaves no file behind."""
         self.close()
+
+
+def _punch(handle: int, offset: int, length: int) -> bool:
+    """Returns a range of a file to the file system, its size unchanged; False where that is not to be had."""
+    keep_size_and_punch = 0x01 | 0x02
+    call = getattr(ctypes.CDLL(None, use_errno=True), "fallocate64", None)
+    if call is None:
+        return False
+    call.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
+    return call(handle, keep_size_and_punch, offset, length) == 0
 
 
 def _runs(slots: Tensor) -> list[tuple[int, int]]:

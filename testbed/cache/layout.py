@@ -114,7 +114,7 @@ class Hot:
 
     @property
     def ring_pages(self) -> int:
-        """A window of `hot_tokens` may straddle one page more than it fills."""
+        """The page being written and `hot_tokens` before it."""
         return self.hot_tokens // self.page_tokens + 1
 
     @property
@@ -128,8 +128,8 @@ class Hot:
 
     def mask(self, length_tokens: int) -> Tensor:
         """[N] bool: hot pages of a sequence of that length."""
-        page = torch.arange(self.pages(length_tokens))
-        first = max(0, length_tokens - self.hot_tokens) // self.page_tokens
+        pages = self.pages(length_tokens)
+        page, first = torch.arange(pages), pages - self.ring_pages
         return (page < self.sink_pages) | (page >= first)
 
     def slot(self, page: Tensor) -> Tensor:

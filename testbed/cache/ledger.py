@@ -85,3 +85,25 @@ def positions(cache: PagedCache) -> torch.Tensor:
     alive = cache.state["tier"] != Tier.DROPPED
     each = alive.repeat_interleave(cache.config.page_tokens, dim=1)[:, : cache.length_tokens]
     return each.view(cache.layers, cache.kv_heads, cache.length_tokens)
+
+
+def facts(cache: PagedCache) -> dict[str, dict[str, int]]:
+    """What a decision log says of a cache: pages by mode, what a step reads by tier and format, bytes by tier."""
+    state = cache.state
+    mode, fmt, tier = state["mode"], state["format"], state["tier"]
+    pages = {m.name.lower(): int((mode == m).sum()) for m in Mode}
+    exact = mode == Mode.EXACT
+    read_bytes = {"L0": 0, "L1": 0}
+    read_tokens: dict[str, int] = {}
+    for place in (Tier.L0, Tier.L1):
+        for code, page_format in cache.formats.items():
+            count = int((exact & (tier == place) & (fmt == code)).sum())
+            read_bytes[place.name] += count * page_format.page_bytes
+            name = code.name.lower()
+            read_tokens[name] = read_tokens.get(name, 0) + count * cache.config.page_tokens
+    clusters = pages["cluster"]
+    backgrounds = int((mode == Mode.BACKGROUND).any(1).sum())
+    read_bytes["L1"] += clusters * cache.prototypes.fmt.page_bytes + backgrounds * cache.background.fmt.page_bytes
+    read_tokens |= {"prototype": clusters * cache.config.prototypes, "background": backgrounds}
+    held = Ledger.of(cache).held_bytes
+    return {"pages": pages, "read_bytes": read_bytes, "read_tokens": read_tokens, "held_bytes": dict(held)}

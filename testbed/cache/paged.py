@@ -17,7 +17,7 @@ from kernels.pages import PageFormat, decode, encode, encode_prototypes, make_pr
 from policies.base import Format, Mode, PageBytes, Plan, Tier
 from testbed.cache.archive import FilePool, check_folder
 from testbed.cache.layout import CacheConfig, Hot
-from testbed.cache.ledger import Ledger
+from testbed.cache.ledger import Ledger, facts
 from testbed.cache.pool import CacheError, PageStore, SlabPool
 from testbed.cache.table import Tables, build_tables
 from testbed.decisions import Move
@@ -141,7 +141,7 @@ class PagedCache:
         self.length_tokens = keys[0].shape[1]
         self._grow(self.pages)
         target = self._flat(plan)
-        self._check(target)
+        self._check(target, self.length_tokens)
         written = target["tier"] != Tier.DROPPED
         for layer in range(self.layers):
             k, v = (self._paged(side[layer]) for side in (keys, values))
@@ -186,12 +186,12 @@ class PagedCache:
 
         Raises:
             CacheError: the plan is impossible (revives a dropped page, raises precision, attends exactly what is
-                not on the device, puts a page in L0 that was not there).
+                not on the device, has another page in L0 than the hot ones).
         """
         first_new = self.state["mode"].shape[1]
         self._grow(self.hot.pages(self.length_tokens + next_tokens))
         target = self._flat(plan)
-        self._check(target)
+        self._check(target, self.length_tokens + next_tokens)
         state = self.state
         source = {name: state[name] for name in ("mode", "format", "tier")}
         changed = (target["tier"] != state["tier"]) | (target["format"] != state["format"])
@@ -226,22 +226,23 @@ class PagedCache:
             if value.numel() != shape[0] * shape[1]:
                 raise CacheError(f"plan.{name} has shape {tuple(value.shape)}, the cache has {shape} streams x pages")
             out[name] = value.reshape(shape).to("cpu", torch.int8).clone()
+        gone = out["tier"] == Tier.DROPPED  # a dropped page keeps no format, so that nothing counts as a change
+        out["format"][gone] = self.state["format"][gone]
         return out
 
-    def _check(self, target: dict[str, Tensor]) -> None:
+    def _check(self, target: dict[str, Tensor], length_tokens: int) -> None:
         """Refuses impossible plans before anything is touched."""
         tier, state = target["tier"], self.state
-        alive = tier != Tier.DROPPED
+        alive, hot = tier != Tier.DROPPED, self.hot.mask(length_tokens)
         faults = {
             "revives a dropped page": alive & (state["tier"] == Tier.DROPPED),
             "raises the precision of a page": alive & (target["format"] < state["format"]),
             "attends exactly a page that is not on the device": (target["mode"] == Mode.EXACT) & (tier > Tier.L1),
             "attends a dropped page": ~alive & (target["mode"] != Mode.SKIP),
             "stores a hot page in another format than compute": (tier == Tier.L0) & (target["format"] != 0),
-            "moves a page into L0": (tier == Tier.L0) & (state["tier"] > Tier.L0),
+            "has a page in L0 that is not hot": (tier == Tier.L0) & ~hot,
+            "has a hot page outside L0": (tier != Tier.L0) & hot & (state["tier"] != Tier.DROPPED),
         }
-        if not self.tables:  # a first load places pages anywhere
-            faults.pop("moves a page into L0")
         for what, where in faults.items():
             if bool(where.any()):
                 stream, page = where.nonzero()[0].tolist()
@@ -424,7 +425,7 @@ class PagedCache:
         assert self.tables is not None
         return api.attend(
             q,
-            self.tables.layer(layer),
+            self.tables.layers[layer],
             self.tables.pools,
             self._first_position,
             scale=scale,
@@ -445,12 +446,16 @@ class PagedCache:
         """Bytes by tier and format, from the page table."""
         return Ledger.of(self)
 
+    def facts(self) -> dict[str, dict[str, int]]:
+        """What a decision log says of this moment; see `ledger.facts`."""
+        return facts(self)
+
     def fork(self) -> PagedCache:
         """An independent copy that goes on from here."""
         other = copy.copy(self)
         other.pools = {key: pool.clone() for key, pool in self.pools.items()}
         other.prototypes, other.background = self.prototypes.clone(), self.background.clone()
-        other._state = {name: value.clone() for name, value in self.state.items()}
+        other.state = {name: value.clone() for name, value in self.state.items()}
         other._bounds = None if self._bounds is None else self._bounds.clone()
         if self._background_sum is not None:
             other._background_sum = self._background_sum.clone()

@@ -1,0 +1,138 @@
+"""One question to one session: the greedy answer, and the next-token distributions along a fixed text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from testbed.decisions import DecisionLog
+from testbed.engine.sample import Sampler, greedy
+from testbed.engine.session import Session, StepTime
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a session made of a question.
+
+    Attributes:
+        tokens: generated, end-of-text left out.
+        logprobs: [M, V] log-probabilities (nats) after each token of the fixed text (question, then continuation).
+        times: of the decode steps of the generation.
+        log: all decisions.
+        device_bytes, total_bytes, full_bytes: held on the device, held in all tiers, and bf16 for everything, when
+            the answer was complete.
+        bytes: the ledger then, by tier and format.
+    """
+
+    tokens: list[int]
+    logprobs: Tensor
+    times: list[StepTime]
+    log: DecisionLog
+    device_bytes: int
+    total_bytes: int
+    full_bytes: int
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+@torch.inference_mode()
+def generate(
+    session: Session, turn: Sequence[int], max_new_tokens: int, sampler: Sampler = greedy
+) -> tuple[list[int], Tensor]:
+    """Takes a turn and decodes until the end of text or `max_new_tokens`.
+
+    Returns:
+        The new tokens, and the logits [len(turn) + steps - 1, V] after each token that was run.
+    """
+    logits = [] if len(turn) == 1 else [_all(session, turn[:-1])]
+    logits.append(session.step(turn[-1]).unsqueeze(0))
+    tokens: list[int] = []
+    for index in range(max_new_tokens):
+        token = sampler(logits[-1][-1])
+        if token in session.decoder.eos_ids:
+            break
+        tokens.append(token)
+        if index + 1 < max_new_tokens:
+            logits.append(session.step(token).unsqueeze(0))
+    return tokens, torch.cat(logits)
+
+
+@torch.inference_mode()
+def force(session: Session, turn: Sequence[int], continuation: Sequence[int]) -> Tensor:
+    """Runs a fixed text step by step: logits [len(turn) + len(continuation) - 1, V] before the text's last token.
+
+    The last token is not run: what follows the text is nobody's answer.
+    """
+    logits = [] if len(turn) == 1 else [_all(session, turn[:-1])]
+    logits += [session.step(token).unsqueeze(0) for token in (turn[-1], *continuation[:-1])]
+    return torch.cat(logits)
+
+
+def _all(session: Session, tokens: Sequence[int]) -> Tensor:
+    logits = session.extend(tokens, "all")
+    assert logits is not None
+    return logits
+
+
+def answer(
+    session: Session,
+    question: Sequence[int],
+    continuation: Sequence[int],
+    max_new_tokens: int,
+    wants_answer: bool = True,
+) -> Answer:
+    """Asks one question of a session, which is used up by it.
+
+    The greedy answer also gives the distributions along question and continuation where the two agree; where they
+    do not, the fixed text is run in a fork, step by step as in decoding.
+    """
+    turn = list(question) or list(continuation[:1])
+    rest = list(continuation) if question else list(continuation[1:])
+    spare = None
+    if wants_answer:
+        spare = session.fork()
+        tokens, logits = generate(session, turn, max_new_tokens)
+        if rest and tokens[: len(rest)] != rest:
+            logits = force(spare, turn, rest)
+        else:
+            logits = logits[: len(turn) + max(len(rest), 1) - 1]
+        spare.close()
+    else:
+        tokens, logits = [], force(session, turn, rest)
+    ledger = session.cache.ledger()
+    return Answer(
+        tokens=tokens,
+        logprobs=logits.float().log_softmax(-1),
+        times=session.times,
+        log=session.log(),
+        device_bytes=ledger.device_bytes,
+        total_bytes=ledger.total_bytes,
+        full_bytes=session.full_bytes(session.cache.length_tokens),
+        bytes=dict(ledger.used_bytes),
+    )
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How two sets of next-token distributions compare.
+
+    Attributes:
+        kl: mean KL(full || policy) in nats.
+        top1: share of positions with the same most likely token.
+        positions: positions compared.
+        identical: bit for bit.
+    """
+
+    kl: float
+    top1: float
+    positions: int
+    identical: bool
+
+
+def agreement(policy: Tensor, full: Tensor) -> Agreement:
+    """Compares log-probabilities [M, V] of the same text."""
+    kl = (full.exp() * (full - policy)).sum(-1)
+    top1 = (full.argmax(-1) == policy.argmax(-1)).float().mean()
+    return Agreement(float(kl.mean().clamp(min=0.0)), float(top1), len(kl), torch.equal(policy, full))

@@ -1,0 +1,186 @@
+"""The contract of a signal source, and what it may look at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from typing import Protocol
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor
+
+from testbed.models.base import Geometry
+
+
+class SignalError(ValueError):
+    """A signal that can't be computed."""
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """One layer of one chunk of a prefill.
+
+    Attributes:
+        q: [Hq, T, D] queries of the chunk.
+        lse: [Hq, T] log-sum-exp, base 2, of their full attention.
+        k: [Hk, start + T, D] all keys so far.
+        start: position of the first query.
+        total: tokens of the whole context.
+    """
+
+    layer: int
+    q: Tensor
+    lse: Tensor
+    k: Tensor
+    start: int
+    total: int
+    geometry: Geometry
+
+
+@dataclass(frozen=True)
+class StepView:
+    """What a finished step showed.
+
+    Attributes:
+        queries: per layer [Hk, G, T, D], or None if no source wanted them.
+        mass: [L, Hk, N] float32, share of attention each page got, mean over the group and the T queries; None if
+            no source wanted it.
+        tokens: T, queries run.
+        step: decode steps so far.
+    """
+
+    queries: Sequence[Tensor] | None
+    mass: Tensor | None
+    tokens: int
+    step: int
+
+
+@dataclass(frozen=True)
+class SignalContext:
+    """What a source is built with, beside its YAML.
+
+    Attributes:
+        page_tokens: P.
+        head_measures: gives the calibrated measures of the model's heads, name -> [L, Hk].
+    """
+
+    page_tokens: int
+    head_measures: Callable[[], Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class Observed:
+    """Where a value is asked for.
+
+    Attributes:
+        shape: (L, Hk, N) of the array to return.
+        page_tokens: P.
+        key_bounds: gives minimum and maximum key of each page, [S, N, D] each.
+    """
+
+    shape: tuple[int, int, int]
+    page_tokens: int
+    key_bounds: Callable[[], tuple[Tensor, Tensor]]
+
+
+class SignalSource(Protocol):
+    """One named signal of one sequence.
+
+    Attributes of a class: wants_mass (page masses of each step), wants_queries (queries of each step), wants_bounds
+    (the cache keeps key bounds).
+    """
+
+    @property
+    def wants_mass(self) -> bool: ...
+
+    @property
+    def wants_queries(self) -> bool: ...
+
+    @property
+    def wants_bounds(self) -> bool: ...
+
+    def watch_prefill(self, chunk: PrefillChunk) -> None:
+        """Sees every layer of every chunk."""
+        ...
+
+    def watch_tokens(self, tokens: Tensor) -> None:
+        """Sees the context's tokens, then each generated one."""
+        ...
+
+    def watch_turn(self, tokens: Tensor) -> None:
+        """Sees the tokens of a turn before they are run."""
+        ...
+
+    def watch_step(self, view: StepView) -> None:
+        """Sees every step after it."""
+        ...
+
+    def value(self, observed: Observed) -> Tensor:
+        """The signal now, pages that nothing is known about at 0: [L, Hk, N] unless its YAML says otherwise."""
+        ...
+
+    def fork(self) -> SignalSource:
+        """An independent copy."""
+        ...
+
+
+class Source:
+    """Defaults: watch nothing, want nothing."""
+
+    wants_mass = False
+    wants_queries = False
+    wants_bounds = False
+
+    def watch_prefill(self, chunk: PrefillChunk) -> None:
+        """Nothing."""
+
+    def watch_tokens(self, tokens: Tensor) -> None:
+        """Nothing."""
+
+    def watch_turn(self, tokens: Tensor) -> None:
+        """Nothing."""
+
+    def watch_step(self, view: StepView) -> None:
+        """Nothing."""
+
+    def fork(self) -> Source:
+        """A copy: tensors that are replaced, never written in place, may be shared."""
+        import copy
+
+        return copy.copy(self)
+
+
+def fit_pages(x: Tensor | None, shape: tuple[int, int, int]) -> Tensor:
+    """X [L, Hk, n] padded with zeros, or cut, to N pages; zeros for None."""
+    if x is None:
+        return torch.zeros(shape)
+    return torch.nn.functional.pad(x, (0, shape[2] - x.shape[2]))
+
+
+def build_sources(
+    names: frozenset[str], context: SignalContext, overrides: Mapping[str, Mapping[str, object]] | None = None
+) -> dict[str, SignalSource]:
+    """Sources of the named signals, from conf/signal/<name>.yaml.
+
+    Args:
+        names: what the policy's parts declared.
+        context: what sources are built with.
+        overrides: name -> keys that replace those of its YAML.
+
+    Raises:
+        SignalError: no YAML of that name.
+    """
+    folder = resources.files("conf") / "signal"
+    known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    unknown = sorted((names | set(overrides or {})) - set(known))
+    if unknown:
+        raise SignalError(f"unknown signal {unknown[0]!r}; known: {', '.join(known)}")
+    sources = {}
+    for name in sorted(names):
+        config = OmegaConf.create((folder / f"{name}.yaml").read_text())
+        config = OmegaConf.merge(config, (overrides or {}).get(name, {}))
+        sources[name] = instantiate(config, context=context)
+    return sources

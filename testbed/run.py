@@ -1,0 +1,86 @@
+"""The main job: `python -m testbed.run policy=redknot+elastic [key=value ...]`, `-m` for a sweep.
+
+Ends with one table; everything behind it is in the run folder: record.json, report.html, decisions/, wandb/.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from testbed.compose import register
+
+
+def main() -> None:
+    """The command line; one line and exit code 2 for what the user can mend."""
+    register()
+    from testbed.commands import guarded
+
+    guarded(_hydra_main)
+
+
+@hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")
+def _hydra_main(cfg: DictConfig) -> None:
+    run(cfg, Path(HydraConfig.get().runtime.output_dir))
+
+
+def run(cfg: DictConfig, folder: Path) -> None:
+    """One run into a folder.
+
+    Raises:
+        ValueError, RuntimeError, OSError: bad configuration or a run that failed, one line each.
+    """
+    import torch
+
+    from testbed import summary
+    from testbed.experiment import Experiment, build, setup, write_logs
+    from testbed.results import html, table
+    from testbed.results.progress import Progress
+    from testbed.results.record import Status, save
+
+    settings = setup(cfg)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    _interrupt_on_terminate()
+    status: Status = "complete"
+    reason = ""
+    with Progress() as progress:
+        progress.start("loading the model")
+        experiment = Experiment(settings, build(cfg.model, "model"), progress)
+        try:
+            experiment.run()
+            progress.start("twin and record")
+        except KeyboardInterrupt:
+            status, reason = "partial", f"interrupted after {len(experiment.outcomes)} samples"
+            if not experiment.outcomes:
+                raise
+        record = summary.record(experiment, cfg, folder, status, reason)
+        path = save(record, folder)
+        write_logs(experiment.outcomes, folder / "decisions")
+        record = settings.tracker.publish(record, path)
+        html.write(record, folder / "report.html")
+    table.show(record)
+    print(f"record: {path}")
+    if status == "partial":
+        raise KeyboardInterrupt
+    summary.check_activity(experiment, dict(record.activity))
+
+
+def _interrupt_on_terminate() -> None:
+    """A polite kill keeps what is finished, like Ctrl-C."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+
+
+if __name__ == "__main__":
+    sys.exit(main())  # type: ignore[func-returns-value]
