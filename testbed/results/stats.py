@@ -162,10 +162,12 @@ def _sum_by_group(x: Floats, groups: Sequence[Hashable] | None) -> Floats:
 
     A single group says nothing about spread, so its samples stand for themselves.
     """
-    if groups is None or len(set(groups)) == 1:
+    if groups is None:
         return x
     if len(groups) != x.shape[1]:
         raise StatsError(f"groups has {len(groups)} entries for {x.shape[1]} samples")
+    if len(set(groups)) == 1:
+        return x
     numbering = {group: at for at, group in enumerate(dict.fromkeys(groups))}
     member = np.zeros((len(groups), len(numbering)))
     member[np.arange(len(groups)), [numbering[group] for group in groups]] = 1.0
