@@ -1,6 +1,6 @@
-"""Portable attention over paged streams: any device torch runs on. Correct first; it selects by index, so on a
-GPU it waits for the device.
+"""Portable attention over paged streams, for any device torch runs on.
 
+Correct first: it selects by index, so on a GPU it waits for the device, and such a step can't be captured.
 Pages are gathered and decoded a bounded block at a time; blocks are joined by their log-sum-exp.
 """
 
