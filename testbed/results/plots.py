@@ -6,6 +6,7 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from matplotlib import rc_context
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
@@ -48,6 +49,7 @@ def svg(
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     out = io.StringIO()
-    FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})  # no date: the same record, the same page
+    with rc_context({"svg.hashsalt": title}):  # with no date either: the same record, the same page
+        FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None})
     text = out.getvalue()
     return text[text.index("<svg") :]
