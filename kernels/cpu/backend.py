@@ -10,10 +10,12 @@ from torch import Tensor
 
 from kernels.api import PageTable, Pool
 from kernels.cpu.build import library
-from kernels.pages import PageFormat
+from kernels.pages import FLOAT_DTYPES, FORMAT_IDS, PAGE_TOKENS, PageFormat
 from kernels.state import Partial
 
-SOURCE_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+SOURCE_IDS = {dtype: FORMAT_IDS[name] for name, dtype in FLOAT_DTYPES.items()}
+EIGHT = ctypes.c_int64 * 8
+FIVE = ctypes.c_void_p * 5
 
 
 def attend(
@@ -32,23 +34,23 @@ def attend(
     q = q.float().contiguous()
     out, lse = torch.empty_like(q), torch.empty(streams, group, tokens)
     mass = torch.empty(streams, entries) if want_mass else None
-    page_tokens = pools[0].fmt.page_tokens if pools else 16
-    columns = [x if x.stride(1) == 1 else x.contiguous() for x in (table.pool, table.slot, table.page)]
-    rows = [table.count.contiguous(), first_position.to(torch.int32).contiguous()]
+    page_tokens = pools[0].fmt.page_tokens if pools else PAGE_TOKENS[0]
+    pool, slot, page = (x if x.stride(1) == 1 else x.contiguous() for x in (table.pool, table.slot, table.page))
+    count, first = table.count.contiguous(), first_position.to(torch.int32).contiguous()
     slopes = None if slopes is None else slopes.float().contiguous()
     shape = (streams, group, tokens, head_dim, entries, page_tokens, window_tokens, torch.get_num_threads())
-    described = [number for pool in pools for number in pool.native]
+    described = [number for source in pools for number in source.native]
     library().testbed_attend(
-        ctypes.c_void_p(q.data_ptr()),
-        (ctypes.c_int64 * 8)(*shape),
-        (ctypes.c_void_p * 5)(*(x.data_ptr() for x in columns + rows)),
-        (ctypes.c_int64 * 3)(*(x.stride(0) for x in columns)),
+        q.data_ptr(),
+        EIGHT(*shape),
+        FIVE(pool.data_ptr(), slot.data_ptr(), page.data_ptr(), count.data_ptr(), first.data_ptr()),
+        EIGHT(pool.stride(0), slot.stride(0), page.stride(0)),
         (ctypes.c_int64 * len(described))(*described),
-        ctypes.c_void_p(None if slopes is None else slopes.data_ptr()),
-        ctypes.c_void_p(out.data_ptr()),
-        ctypes.c_void_p(lse.data_ptr()),
-        ctypes.c_void_p(None if mass is None else mass.data_ptr()),
-        ctypes.c_float(scale),
+        None if slopes is None else slopes.data_ptr(),
+        out.data_ptr(),
+        lse.data_ptr(),
+        None if mass is None else mass.data_ptr(),
+        scale,
     )
     return Partial(out, lse, mass)
 
@@ -57,12 +59,9 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool)
     """As `kernels.api.append`."""
     k, v = k.float().contiguous(), v.float().contiguous()
     slot, row = table_slot.to(torch.int32).contiguous(), offset.to(torch.int32).contiguous()
-    library().testbed_append(
-        *(ctypes.c_void_p(x.data_ptr()) for x in (k, v, slot, row)),
-        *(ctypes.c_int64(n) for n in (*k.shape, pool.fmt.page_tokens, pool.fmt.format_id, pool.slab_pages)),
-        ctypes.c_void_p(pool.slab_pointers.data_ptr()),
-        ctypes.c_int64(pool.fmt.page_bytes),
-    )
+    sizes = (*k.shape, pool.fmt.page_tokens, pool.fmt.format_id, pool.slab_pages)
+    pointers = (k.data_ptr(), v.data_ptr(), slot.data_ptr(), row.data_ptr())
+    library().testbed_append(*pointers, *sizes, pool.slab_pointers.data_ptr(), pool.fmt.page_bytes)
 
 
 def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:
@@ -71,9 +70,7 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:
         k, v = k.float(), v.float()
     blobs = torch.zeros(k.shape[0], fmt.page_bytes, dtype=torch.uint8)
     numbers = (SOURCE_IDS[k.dtype], fmt.format_id, k.shape[0], fmt.page_tokens, fmt.head_dim, fmt.page_bytes)
-    library().testbed_encode(
-        *(ctypes.c_void_p(x.data_ptr()) for x in (k, v, blobs)),
-        (ctypes.c_int64 * 6)(*k.stride(), *v.stride()),
-        *(ctypes.c_int64(n) for n in (*numbers, torch.get_num_threads())),
-    )
+    strides = EIGHT(*k.stride(), *v.stride())
+    pointers = (k.data_ptr(), v.data_ptr(), blobs.data_ptr(), strides)
+    library().testbed_encode(*pointers, *numbers, torch.get_num_threads())
     return blobs

@@ -46,9 +46,12 @@ def library() -> ctypes.CDLL:
     loaded.testbed_set_parallel.argtypes = [ctypes.c_void_p]
     loaded.testbed_set_parallel.restype = None
     loaded.testbed_set_parallel(_parallel_address())
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    loaded.testbed_attend.argtypes = [pointer] * 9 + [ctypes.c_float]
+    loaded.testbed_append.argtypes = [pointer] * 4 + [number] * 6 + [pointer, number]
+    loaded.testbed_encode.argtypes = [pointer] * 4 + [number] * 7
     for name in ("testbed_attend", "testbed_append", "testbed_encode"):
-        function = getattr(loaded, name)
-        function.restype = None
+        getattr(loaded, name).restype = None
     return loaded
 
 

@@ -51,9 +51,7 @@ def test_page_bytes() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize(("page_tokens", "head_dim"), SHAPES)
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), FLOAT_DTYPES.items())
 def test_float_pages_hold_exactly_the_cast(
     name: str, dtype: torch.dtype, page_tokens: int, head_dim: int, backend: str
 ) -> None:

@@ -1,0 +1,94 @@
+"""The native library: one OpenMP runtime, several builders at once, no compiler, a failing compiler."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kernels.cpu import build
+
+BUILD = "import kernels.cpu.build as b; b.library(); print(len(list(b.cache_folder().iterdir())))"
+
+
+def run_python(code: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
+    builders = [run_python(BUILD, TESTBED_CACHE=str(tmp_path)) for _ in range(2)]
+    for builder in builders:
+        _, error = builder.communicate()
+        assert builder.returncode == 0, error
+    (library,) = (tmp_path / "native").iterdir()
+    assert library.name.startswith("attend-")
+
+
+def test_the_process_keeps_one_openmp_runtime() -> None:
+    code = """
+import torch, re
+from kernels.cpu.build import library
+torch.set_num_threads(2)
+torch.randn(500, 500) @ torch.randn(500, 500)
+library()
+lines = open("/proc/self/maps").read().splitlines()
+print(len({l.split()[-1] for l in lines if re.search(r"lib(gomp|omp|iomp5)", l)}))
+"""
+    out, error = run_python(code).communicate()
+    assert out.strip() == "1", error
+
+
+def test_without_a_compiler_torch_serves_and_says_so(tmp_path: Path) -> None:
+    code = """
+from kernels.api import choose_backend
+print(choose_backend(None))
+try:
+    choose_backend("cpu")
+except RuntimeError as error:
+    print(error)
+"""
+    out, error = run_python(code, PATH=str(tmp_path), CXX="", TESTBED_CACHE=str(tmp_path)).communicate()
+    assert out.splitlines()[0] == "torch"
+    assert "no C++ compiler" in out.splitlines()[1]
+    assert len(error.strip().splitlines()) == 1
+    assert "using torch" in error
+
+
+def test_a_failing_compiler_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = tmp_path / "bad"
+    bad.write_text("#!/bin/sh\necho no such machine >&2\nexit 1\n")
+    bad.chmod(0o755)
+    monkeypatch.setenv("CXX", str(bad))
+    monkeypatch.setenv("TESTBED_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(build.BuildError, match="no such machine"):
+        build.library.__wrapped__()
+    assert not list((tmp_path / "cache" / "native").iterdir())
+
+
+def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TESTBED_CACHE", str(tmp_path / "file"))
+    with pytest.raises(build.BuildError, match="TESTBED_CACHE"):
+        build.library.__wrapped__()
+
+
+def test_import_is_fast_and_compiles_nothing(tmp_path: Path) -> None:
+    code = """
+import sys, torch
+before = set(sys.modules)
+import kernels.api, kernels.prefill, kernels.scoring
+print(sorted(m for m in set(sys.modules) - before if not m.startswith("kernels")))
+print(hasattr(kernels, "__version__"))
+"""
+    out, error = run_python(code, TESTBED_CACHE=str(tmp_path)).communicate()
+    assert out.splitlines() == ["[]", "False"], error
+    assert not list(tmp_path.iterdir())
