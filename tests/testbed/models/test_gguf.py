@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
 from numpy.typing import NDArray
 
-from testbed.assets import essays, model_path
+from testbed.assets import essays
 from testbed.models import load
 from testbed.models.gguf import GgufError, convert
 from testbed.models.probe import Dense
@@ -152,7 +154,10 @@ def test_other_kinds_of_files_are_refused(
 
 @pytest.mark.assets
 def test_smollm2_knows_paris_and_reads_its_essays() -> None:
-    decoder = load(model_path(), dtype="bfloat16")
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose(overrides=["+model=smollm2"])
+    decoder = instantiate(config.model)
+    assert decoder.name == "smollm2-135m-instruct"
     assert (decoder.geometry.layers, decoder.geometry.query_heads, decoder.geometry.kv_heads) == (30, 9, 3)
     assert decoder.geometry.max_context_tokens == 8192
     text = "\n".join(essays().values())

@@ -12,6 +12,7 @@ import transformers as tf
 from torch import Tensor
 
 from testbed.models import Geometry, ModelError, wrap
+from testbed.models.hf import HfDecoder
 
 VOCAB = 97
 LONG_TOKENS = 40
@@ -115,25 +116,33 @@ class Loops:
         return (score.softmax(-1)[..., None] * values).sum(1)
 
 
+def in_chunks(decoder: HfDecoder, tokens: Tensor, attend: Loops, edges: list[int]) -> Tensor:
+    positions = torch.arange(tokens.shape[1]).expand(len(tokens), -1)
+    parts = []
+    for start, end in zip(edges, edges[1:], strict=False):
+        logits = decoder.forward(tokens[:, start:end], positions[:, start:end], attend, "all")
+        assert logits is not None
+        parts.append(logits)
+    return torch.cat(parts, 1)
+
+
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_logits_equal_transformers_prefilled_in_chunks_then_token_by_token(kind: str) -> None:
     model = build(SUPPORTED[kind]())
     tokens = torch.randint(0, VOCAB, (2, LONG_TOKENS), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         truth = model(input_ids=tokens, use_cache=False).logits
-    decoder = wrap(model)
-    attend = Loops(decoder.geometry)
-    positions = torch.arange(LONG_TOKENS).expand(2, -1)
-    parts, edges = [], [0, 17, 30, *range(31, LONG_TOKENS + 1)]
-    for start, end in zip(edges, edges[1:], strict=False):
-        logits = decoder.forward(tokens[:, start:end], positions[:, start:end], attend, "all")
-        assert logits is not None
-        parts.append(logits)
-    ours = torch.cat(parts, 1)
-    assert ours.dtype == torch.float32
-    assert float((ours - truth).abs().max()) < 1e-4
     assert truth.std() > 0.1  # logits worth comparing
-    assert attend.order == list(range(decoder.geometry.layers)) * (len(edges) - 1)
+    decoder = wrap(model)
+    edges = [0, 17, 30, *range(31, LONG_TOKENS + 1)]
+    assert (decoder.lean is not None) == kind.startswith(("llama", "mistral", "qwen"))
+    for lean in {decoder.lean, None}:
+        decoder.lean = lean
+        attend = Loops(decoder.geometry)
+        ours = in_chunks(decoder, tokens, attend, edges)
+        assert ours.dtype == torch.float32
+        assert float((ours - truth).abs().max()) < 1e-4
+        assert attend.order == list(range(decoder.geometry.layers)) * (len(edges) - 1)
 
 
 def test_window_and_scale_are_read_per_layer() -> None:

@@ -9,6 +9,7 @@ import torch
 import transformers as tf
 from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
 from testbed.models import Geometry, ModelError, load
@@ -99,6 +100,15 @@ def test_hydra_builds_the_decoder(folder: Path) -> None:
     decoder = instantiate(config.model)
     assert decoder.name == "tiny"
     assert decoder.geometry.kv_heads == 2
+
+
+def test_composing_the_default_model_fetches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESTBED_CACHE", str(tmp_path / "cache"))
+    with initialize_config_module("conf", version_base="1.3"):
+        config = compose(overrides=["+model=smollm2", "model.dtype=bfloat16"])
+    OmegaConf.to_container(config, resolve=True)
+    assert config.model.path._target_ == "testbed.assets.model_path"
+    assert not (tmp_path / "cache").exists()
 
 
 def test_geometry_checks_itself() -> None:

@@ -1,0 +1,133 @@
+"""The llama family's forward with fewer, larger operations, from the weights of a transformers model.
+
+A decode step of a small model is bound by reading the weights and by the number of operations. Here queries, keys
+and values are one product, so are gate and up; both rotations are one; norms are torch's own. transformers'
+modules keep working: their weights become views of the joined ones. Whether the result is the same is not assumed
+but checked at load (`testbed.models.probe`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from testbed.models.base import Attend, Geometry, Logits
+
+_FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """Weights of one layer; C is the width of the hidden state, I of the MLP."""
+
+    attention_norm: Tensor  # [C]
+    qkv: Tensor  # [(Hq + 2 Hk) D, C]
+    qkv_bias: Tensor | None
+    qk_norms: tuple[Tensor, Tensor] | None  # [D] each, before the rotation (qwen3)
+    out: Tensor  # [C, Hq D]
+    out_bias: Tensor | None
+    mlp_norm: Tensor  # [C]
+    gate_up: Tensor  # [2 I, C]
+    down: Tensor  # [C, I]
+
+
+class LeanLlama:
+    """Runs a llama-like transformers model; see `HfDecoder` for who chooses it."""
+
+    def __init__(self, model: Any, geometry: Geometry) -> None:
+        """Joins the weights of `model` in place; ask `fits` first."""
+        self.geometry = geometry
+        self.head = model.lm_head
+        self.embed = model.model.embed_tokens
+        self.rotary = model.model.rotary_emb
+        self.norm_weight: Tensor = model.model.norm.weight
+        self.eps = float(model.config.rms_norm_eps)
+        self.layers = [_layer(layer) for layer in model.model.layers]
+
+    @staticmethod
+    def fits(model: Any) -> bool:
+        """Whether the model is of the family, every layer of it in its plain form."""
+        if type(model).__name__ not in _FAMILY or model.config.hidden_act != "silu":
+            return False
+        linears = [getattr(layer.self_attn, name) for layer in model.model.layers for name in _PROJECTIONS]
+        for layer in model.model.layers:
+            linears += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+            if layer.mlp.down_proj.bias is not None or layer.mlp.gate_proj.bias is not None:
+                return False
+        return all(type(linear) is nn.Linear for linear in linears)
+
+    def run(self, tokens: Tensor, positions: Tensor, attend: Attend, logits: Logits) -> Tensor | None:
+        """As `Decoder.forward`, in the dtype of the weights, without gradients."""
+        geometry = self.geometry
+        rotated = geometry.query_heads + geometry.kv_heads
+        heads = (*tokens.shape, rotated + geometry.kv_heads, geometry.head_dim)
+        hidden = self.embed(tokens)
+        cos, sin = self._rotation(hidden, positions)
+        for index, layer in enumerate(self.layers):
+            normed = self._norm(hidden, layer.attention_norm)
+            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(heads).transpose(1, 2)
+            qk = qkv[:, :rotated]
+            if layer.qk_norms is not None:
+                parts = qk.split((geometry.query_heads, geometry.kv_heads), 1)
+                qk = torch.cat([self._norm(part, w) for part, w in zip(parts, layer.qk_norms, strict=True)], 1)
+            qk = _rotate(qk, cos, sin)
+            out = attend(index, qk[:, : geometry.query_heads], qk[:, geometry.query_heads :], qkv[:, rotated:])
+            hidden = hidden + F.linear(out.transpose(1, 2).flatten(2), layer.out, layer.out_bias)
+            gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+            hidden = hidden + F.linear(F.silu(gate).mul_(up), layer.down)
+        if logits == "none":
+            return None
+        if logits == "last":
+            hidden = hidden[:, -1:]
+        return self.head(self._norm(hidden, self.norm_weight)).float()
+
+    def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(hidden, weight.shape, weight, self.eps)
+
+    def _rotation(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and signed sine, [B, 1, T, 2, D / 2] each, by transformers' own rotary module."""
+        cos, sin = self.rotary(hidden, positions)
+        halves = (*positions.shape, 2, self.geometry.head_dim // 2)
+        sin = torch.stack((-sin.view(halves)[..., 0, :], sin.view(halves)[..., 1, :]), -2)
+        return cos.view(halves).unsqueeze(1), sin.unsqueeze(1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [B, H, T, D] in halves (arXiv 2104.09864, in the order of GPT-NeoX and llama)."""
+    halves = x.unflatten(-1, (2, -1))
+    return torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2)
+
+
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
+    qkv, bias = _join([attention.q_proj, attention.k_proj, attention.v_proj])
+    gate_up, _none = _join([mlp.gate_proj, mlp.up_proj])
+    return _Layer(
+        attention_norm=layer.input_layernorm.weight,
+        qkv=qkv,
+        qkv_bias=bias,
+        qk_norms=norms,
+        out=attention.o_proj.weight,
+        out_bias=attention.o_proj.bias,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        gate_up=gate_up,
+        down=mlp.down_proj.weight,
+    )
+
+
+def _join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases one below the other; the modules' own become views, so nothing is held twice."""
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    row = 0
+    for linear in linears:
+        linear.weight.data = weight[row : row + linear.out_features]
+        row += linear.out_features
+    biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+    return weight, torch.cat(biases) if len(biases) == len(linears) else None
