@@ -193,6 +193,16 @@ def test_other_dtype_equals_a_log_recorded_in_it(recorded: int, wanted: int) -> 
     assert converted.breakdown == pytest.approx(predict(made(wanted), hardware).breakdown, rel=1e-12)
 
 
+def test_weights_and_pages_may_differ_in_dtype() -> None:
+    """float32 weights beside bfloat16 pages, as on a CPU: asking for 2 bytes halves the weights only."""
+    model = TINY.__class__("m", 4, 4, 2, 8, 8_000_000, 4_000_000)
+    made = log(decode(1, read_bytes={"L1": 3_200_000}, read_tokens={"compute": 100_000}), model=model)
+    slow_bf16 = machine(bf16_flops=1e-3, fp32_flops=1e9)
+    assert predict(made, slow_bf16).breakdown["weights"] == pytest.approx(8.0)  # float32's peak counts
+    found = predict(made, machine(), bytes_per_value=2).breakdown
+    assert (found["weights"], found["attention"]) == pytest.approx((4.0, 3.2))
+
+
 TIER = st.sampled_from(["L0", "L1", "L2", "L3"])
 MOVE = st.builds(
     Move,
