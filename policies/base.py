@@ -178,7 +178,9 @@ class Part(Protocol):
     """What every part has: the names of the signals it reads."""
 
     @property
-    def needs(self) -> frozenset[str]: ...
+    def needs(self) -> frozenset[str]:
+        """Names of the signals it reads."""
+        ...
 
 
 @runtime_checkable
@@ -243,8 +245,9 @@ class Attention(Part, Protocol):
     def modes(self, signals: Signals, score: Tensor, resident: Tensor, spare_bytes: Tensor) -> Tensor:
         """[L, Hk, N] int8 of `Mode`.
 
-        resident [L, Hk, N] bool: pages on the device; only these may be EXACT. spare_bytes [L, Hk] float64: what
-        CLUSTER pages of a stream may take together.
+        resident [L, Hk, N] bool: pages on the device; only these may be EXACT. spare_bytes [L, Hk] float64: what the
+        prototypes and the background state of a stream may take together. `signals.held` has the formats and tiers of
+        the plan in the making, so that pages about to be dropped are not alive any more.
         """
         ...
 
@@ -254,7 +257,7 @@ class Prefetch(Part, Protocol):
     """What is fetched before it is asked for?"""
 
     def fetch(self, signals: Signals, score: Tensor, resident: Tensor) -> Tensor:
-        """[L, Hk, N] bool: pages to bring to L1 though they are not attended exactly."""
+        """[L, Hk, N] bool: pages to bring to L1 though they are not attended exactly; signals as for `Attention`."""
         ...
 
 
@@ -296,7 +299,7 @@ class Policy:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PolicyError(f"policy.{key}={value!r}: must be a whole number of at least {least}")
         fraction = self.budget_fraction
-        if fraction is not None and not 0.0 < fraction <= 1.0:
+        if fraction is not None and not (isinstance(fraction, int | float) and 0.0 < fraction <= 1.0):
             raise PolicyError(f"policy.budget_fraction={fraction!r}: must be above 0 and at most 1, or null")
 
     @property
@@ -319,19 +322,23 @@ class Policy:
             return _with_hot(signals, Plan.dense(*signals.shape, device=signals.device))
         score = self.predictor.score(signals)
         fmt = torch.maximum(self.format.choose(signals, score), signals.held.format)
-        share = fit(signals, self.budget.share(signals, fmt))
-        rank = self.eviction.rank(signals, score)
+        share = self.budget.share(signals, fmt)
         cost = signals.page_bytes.of(fmt).double()
-        room = share.quota_bytes * (1.0 - self.attention.prototype_share)
         candidate = signals.held.alive & share.eligible & ~signals.hot
-        kept = _fill(rank, cost, candidate, room)
+        lasting = 1.0 - self.attention.prototype_share
+        # One byte more than the pages need, lest rounding the division leaves the last of them out.
+        share = fit(signals, share, ((cost * candidate).sum(-1) + 1.0) / lasting)
+        kept = _fill(self.eviction.rank(signals, score), cost, candidate, share.quota_bytes * lasting)
         spare = share.quota_bytes - (cost * kept).sum(-1)
-        mode = self.attention.modes(signals, score, kept | signals.hot, spare)
-        wanted = self.prefetch.fetch(signals, score, kept) & candidate & ~kept
-        if bool(wanted.any()):
-            kept = kept | _fill(rank, cost, wanted, spare - _prototype_bytes(signals, mode))
         tier = torch.where(kept, int(Tier.L1), int(self.eviction.victim_tier))
-        tier = torch.where(share.eligible, tier, int(Tier.DROPPED)).to(torch.int8)
+        lost = ~signals.held.alive | ~(share.eligible | signals.hot)
+        tier = tier.masked_fill(lost, int(Tier.DROPPED)).to(torch.int8)
+        decided = replace(signals, held=replace(signals.held, format=fmt, tier=tier))
+        mode = self.attention.modes(decided, score, kept | signals.hot, spare)
+        wanted = self.prefetch.fetch(decided, score, kept) & candidate & ~kept
+        if bool(wanted.any()):
+            fetched = _fill(score, cost, wanted, spare - _prototype_bytes(signals, mode))
+            tier = tier.masked_fill(fetched, int(Tier.L1))
         return _with_hot(signals, Plan(mode, fmt, tier))
 
 
@@ -369,8 +376,11 @@ def fixed_bytes(signals: Signals) -> Tensor:
     return torch.full((layers, kv_heads), float(hot), dtype=torch.float64, device=signals.device)
 
 
-def fit(signals: Signals, share: Share) -> Share:
+def fit(signals: Signals, share: Share, useful_bytes: Tensor) -> Share:
     """Caps the quotas so that all streams together stay inside the device budget.
+
+    useful_bytes [L, Hk] float64: what a stream could spend at most; without it a stream that may take everything but
+    has little to keep would claim as much as one that has a lot.
 
     One cap for all streams (water-filling): small streams keep what they asked for, large ones are cut to the same
     level, so a per-class split keeps its shape as long as the bytes allow.
@@ -384,7 +394,8 @@ def fit(signals: Signals, share: Share) -> Share:
             f"the device budget of {signals.device_budget_bytes} bytes can't hold sinks, recent window and metadata: "
             f"they take {int(fixed.sum())} bytes; raise budget.fraction or lower cache.sink_tokens, cache.hot_tokens"
         )
-    want = share.quota_bytes.flatten()
+    quota = torch.minimum(share.quota_bytes, useful_bytes)
+    want = quota.flatten()
     ordered = want.clamp(max=free).sort().values
     count = torch.arange(len(ordered), 0, -1, device=want.device)
     before = ordered.cumsum(0) - ordered
@@ -393,4 +404,4 @@ def fit(signals: Signals, share: Share) -> Share:
     # all that is free.
     over = ordered > level
     cap = level[int(over.int().argmax())] if bool(over.any()) else free
-    return replace(share, quota_bytes=share.quota_bytes.clamp(max=float(cap)))
+    return replace(share, quota_bytes=quota.clamp(max=float(cap)))

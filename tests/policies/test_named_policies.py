@@ -133,7 +133,7 @@ def random_signals(policy: Policy, draw: st.DrawFn) -> Signals:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_promises_hold_on_random_signals(data: st.DataObject) -> None:
     policy = replace(composed(data.draw(st.sampled_from(POLICIES))), cold_start_tokens=0)

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def parts_of(policy: Policy) -> tuple[object, ...]:
-    return (*policy.parts.values(), policy.every_steps, policy.cold_start_tokens)
+    return (*policy.parts.values(), policy.every_steps, policy.cold_start_tokens, policy.budget_fraction)
 
 
 @pytest.mark.parametrize("name", NAMED)

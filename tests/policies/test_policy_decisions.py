@@ -117,11 +117,12 @@ def test_random_scores_follow_seed_and_step_alone() -> None:
     assert not torch.equal(score, Random().score(replace(base, seed=12)))
 
 
-def test_windows_keep_exactly_the_pages_that_touch_them() -> None:
+@pytest.mark.parametrize(("local", "everything"), [(40, 104), (41, 105), (42, 106)])
+def test_windows_keep_exactly_the_pages_that_touch_them(local: int, everything: int) -> None:
     signals = replace(signals_with(), length_tokens=PAGES * PAGE_TOKENS - 7)
-    share = PerClass(local_tokens=40, global_tokens=100, special_tokens=33).share(signals, _formats(Format.INT4))
+    share = PerClass(local, everything, special_tokens=33).share(signals, _formats(Format.INT4))
     assert signals.classes is not None
-    windows = {Head.LOCAL: 40, Head.GLOBAL: 100}
+    windows = {Head.LOCAL: local, Head.GLOBAL: everything}
     for layer in range(LAYERS):
         for head in range(KV_HEADS):
             kind = Head(int(signals.classes[layer, head]))
