@@ -26,13 +26,14 @@ def put(
     fraction: float | None = None,
     seed: int = 0,
     full: list[float] | None = None,
+    first: int = 0,
     **keys: Any,
 ) -> None:
     """One run; contexts of one sample each."""
     samples = tuple(
         {
-            "id": f"s{at}",
-            "context_id": f"c{at}",
+            "id": f"s{first + at}",
+            "context_id": f"c{first + at}",
             "score": score,
             "score_full": 1.0 if full is None else full[at],
             "kl": 0.1 * at,
@@ -96,7 +97,7 @@ def test_measured_and_simulated_are_two_tables(tmp_path: Path) -> None:
 
 def test_other_baseline_is_paired_by_seed_and_sample(tmp_path: Path) -> None:
     put(tmp_path, "a", [1, 1, 0, 0])
-    put(tmp_path, "b", [1, 0, 0])  # one sample fewer: only shared ones count
+    put(tmp_path, "b", [0, 0, 0], first=1)  # without the first sample: only shared ones count
     result = {row["policy"]: row for row in compare([tmp_path], baseline="b").rows}
     assert result["a"]["score.delta"] == pytest.approx(1 / 3)
     assert result["b"]["score.delta"] == 0.0
