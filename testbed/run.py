@@ -9,7 +9,6 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import hydra
 from hydra.core.hydra_config import HydraConfig

@@ -48,7 +48,7 @@ def results(run: Experiment) -> list[Number]:
 
 
 def _mean(values: Sequence[float], seed: int, groups: Sequence[str]) -> stats.Estimate:
-    return stats.mean(values, seed, groups)
+    return stats.ratio(values, [1.0] * len(values), seed, groups)
 
 
 def _quality(outcomes: Sequence[Outcome], seed: int, groups: Sequence[str]) -> list[Number]:
@@ -60,8 +60,8 @@ def _quality(outcomes: Sequence[Outcome], seed: int, groups: Sequence[str]) -> l
     if scored:
         policy, full = ([float(x or 0.0) for x in side] for side in zip(*scored, strict=True))
         out += [
-            number("task.score", _mean(policy, seed, groups)),
-            number("task.score_full", _mean(full, seed, groups)),
+            number("task.score", stats.mean(policy, seed, groups)),
+            number("task.score_full", stats.mean(full, seed, groups)),
             number("quality.kept", stats.kept(policy, full, seed, groups)),
         ]
     return out
@@ -107,7 +107,8 @@ def _twins(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[Number]:
     for name in names:
         machine = hardware.load(name)
         for suffix, side in (("", logs(outcomes, full=False)), ("_full", logs(outcomes, full=True))):
-            prediction = twin.predict(side, machine)
+            # A log says what was run here; another machine would run weights and cache in bf16.
+            prediction = twin.predict(side, machine, bytes_per_value=None if name == "local" else 2)
             out.append(
                 Number(
                     f"sim.{name}.ms_per_token{suffix}",
@@ -218,14 +219,21 @@ def sample_row(each: Outcome) -> dict[str, Any]:
 
 
 def record(
-    run: Experiment, cfg: DictConfig, folder: Path, status: Status = "complete", reason: str = "", notes: Sequence[str] = ()
+    run: Experiment,
+    cfg: DictConfig,
+    folder: Path,
+    status: Status = "complete",
+    reason: str = "",
+    notes: Sequence[str] = (),
 ) -> Record:
     """The record of a run, complete or not; results need at least one outcome."""
     config: Any = OmegaConf.to_container(cfg, resolve=True)
     scored = [each for each in run.outcomes if each.score is not None]
     alarms: tuple[str, ...] = ()
     if scored:
-        alarms = stats.alarms([float(each.score or 0) for each in scored], [float(each.score_full or 0) for each in scored])
+        alarms = stats.alarms(
+            [float(each.score or 0) for each in scored], [float(each.score_full or 0) for each in scored]
+        )
     return Record(
         run_id="-".join(folder.parts[-2:]),
         config=config,

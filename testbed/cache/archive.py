@@ -119,14 +119,14 @@ class FilePool:
         """Copies blobs [M, page_bytes] uint8 into slots [M]; neighbours go in one write."""
         data = blobs.contiguous().cpu().numpy()
         for start, stop in _runs(slots):
-            self._put(memoryview(data[start:stop]).cast("B"), self._offset(int(slots[start])))
+            self._put(data[start:stop].data.cast("B"), self._offset(int(slots[start])))
 
     def read(self, slots: Tensor) -> Tensor:
         """Blobs at slots [M]: [M, page_bytes] uint8; neighbours come in one read."""
         out = torch.empty(len(slots), self.fmt.page_bytes, dtype=torch.uint8)
         data = out.numpy()
         for start, stop in _runs(slots):
-            view = memoryview(data[start:stop]).cast("B")
+            view = data[start:stop].data.cast("B")
             offset = self._offset(int(slots[start]))
             while len(view):
                 try:

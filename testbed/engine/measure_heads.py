@@ -38,26 +38,29 @@ def attention_rows(chunk: PrefillChunk, rows: Tensor) -> Tensor:
 
 
 class CopyMass(Source):
-    """Watches one prefill of context + question + answer; `score` [L, Hk] afterwards.
+    """Watches one prefill of context, questions and answers; `score` [L, Hk] afterwards.
 
     Args:
+        layers, kv_heads: L, Hk.
         asking: positions whose next token is an answer token.
-        source_span: [begin, end) of the answer's text in the context.
+        sources: for each of them, [begin, end) of the text it copies from.
     """
 
-    def __init__(self, layers: int, kv_heads: int, asking: Sequence[int], source_span: tuple[int, int]) -> None:
-        self.asking = torch.tensor(list(asking))
-        self.source_span = source_span
+    def __init__(self, layers: int, kv_heads: int, asking: Sequence[int], sources: Sequence[tuple[int, int]]) -> None:
+        self.asking, self.sources = torch.tensor(list(asking)), torch.tensor(list(sources))
         self.score = torch.zeros(layers, kv_heads)
 
     def watch_prefill(self, chunk: PrefillChunk) -> None:
         """Adds the asking positions inside this chunk."""
-        rows = self.asking - chunk.start
-        rows = rows[(rows >= 0) & (rows < chunk.q.shape[1])]
-        if len(rows):
-            begin, end = self.source_span
-            mass = attention_rows(chunk, rows.to(chunk.q.device))[..., begin:end].sum(-1)
-            self.score[chunk.layer] += mass.sum(-1).amax(1).cpu() / len(self.asking)
+        here = (self.asking >= chunk.start) & (self.asking < chunk.start + chunk.q.shape[1])
+        if not bool(here.any()):
+            return
+        p = attention_rows(chunk, (self.asking[here] - chunk.start).to(chunk.q.device)).cpu()
+        key = torch.arange(p.shape[-1])
+        span = self.sources[here]
+        inside = (key >= span[:, :1]) & (key < span[:, 1:])
+        mass = (p * inside).sum(-1)
+        self.score[chunk.layer] += mass.sum(-1).amax(1) / len(self.asking)
 
 
 @dataclass
@@ -73,7 +76,7 @@ class Shape(Source):
 
     def __init__(self, layers: int, kv_heads: int, local_window_tokens: int, long_range_tokens: int) -> None:
         self.local_window_tokens, self.long_range_tokens = local_window_tokens, long_range_tokens
-        self._sums = [_Sums(*(torch.zeros(kv_heads) for _ in range(3))) for _ in range(layers)]
+        self._sums = [_Sums(torch.zeros(kv_heads), torch.zeros(kv_heads), torch.zeros(kv_heads)) for _ in range(layers)]
 
     def watch_prefill(self, chunk: PrefillChunk) -> None:
         """Adds all rows long enough, block by block."""
@@ -94,7 +97,7 @@ class Shape(Source):
         sums.rows += len(rows)
 
     def measures(self) -> dict[str, Tensor]:
-        """name -> [L, Hk] in [0, 1]."""
+        """Name -> [L, Hk] in [0, 1]."""
         names = {"head_entropy": "entropy", "head_local_ratio": "local", "head_long_range": "far"}
         return {
             name: torch.stack([getattr(sums, key) / max(sums.rows, 1) for sums in self._sums])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.prefill import chunk_attention
-from testbed.engine.signals import PrefillChunk, SignalSource
+from testbed.engine.signals import PrefillChunk, PrefillWatcher
 from testbed.models.base import Decoder
 
 Progress = Callable[[int], None]
@@ -55,7 +55,7 @@ def prefill(
     decoder: Decoder,
     tokens: Sequence[int],
     dtype: torch.dtype,
-    signals: Sequence[SignalSource] = (),
+    watchers: Sequence[PrefillWatcher] = (),
     chunk_tokens: int = 512,
     progress: Progress = lambda done: None,
 ) -> DenseKV:
@@ -65,7 +65,7 @@ def prefill(
         decoder: the model.
         tokens: the context.
         dtype: of the keys and values kept.
-        signals: sources that watch the prefill.
+        watchers: signal sources, measurements.
         chunk_tokens: tokens run at once; bounds activations.
         progress: called with the tokens done since the last call.
 
@@ -93,10 +93,10 @@ def prefill(
             window_tokens=geometry.window_tokens[layer],
             slopes=geometry.slopes,
         )
-        if signals:
+        if watchers:
             chunk = PrefillChunk(layer, q[0], lse, past_k, start, total, geometry)
-            for source in signals:
-                source.watch_prefill(chunk)
+            for watcher in watchers:
+                watcher.watch_prefill(chunk)
         return out.unsqueeze(0).to(q.dtype)
 
     for start in range(0, total, chunk_tokens):

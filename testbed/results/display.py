@@ -34,6 +34,8 @@ def number_text(number: Number | None, interval: bool = True) -> str:
     if not interval or number.ci is None:
         return text
     low, high = (value_text(end, number.unit) for end in number.ci)
+    if low == high:  # an interval too narrow to read says nothing
+        return text
     suffix = text.partition(" ")[2]
     if suffix and low.endswith(f" {suffix}") and high.endswith(f" {suffix}"):
         low = low.removesuffix(f" {suffix}")
@@ -49,15 +51,16 @@ def policy_name(record: Record) -> str:
 
 
 def budget_text(record: Record) -> str:
-    """The budget of a record as configured, or the sign of absence."""
+    """The budget of a record, or the sign of absence."""
     fraction = budget_fraction(record)
     return ABSENT if fraction is None else f"{100 * fraction:g} %"
 
 
 def budget_fraction(record: Record) -> float | None:
-    """`budget.fraction` of the configuration."""
-    budget = record.config.get("budget")
-    fraction = budget.get("fraction") if isinstance(budget, dict) else None
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
-        return None
-    return float(fraction)
+    """The budget in force: `budget.fraction` of the configuration, else what the policy itself asks for."""
+    for node, key in (("budget", "fraction"), ("policy", "budget_fraction")):
+        values = record.config.get(node)
+        fraction = values.get(key) if isinstance(values, dict) else None
+        if isinstance(fraction, (int, float)) and not isinstance(fraction, bool):
+            return float(fraction)
+    return None

@@ -7,6 +7,7 @@ the policy's parts declare are built.
 from testbed.engine.signals.base import (
     Observed,
     PrefillChunk,
+    PrefillWatcher,
     SignalContext,
     SignalError,
     SignalSource,
@@ -14,4 +15,13 @@ from testbed.engine.signals.base import (
     build_sources,
 )
 
-__all__ = ["Observed", "PrefillChunk", "SignalContext", "SignalError", "SignalSource", "StepView", "build_sources"]
+__all__ = [
+    "Observed",
+    "PrefillChunk",
+    "PrefillWatcher",
+    "SignalContext",
+    "SignalError",
+    "SignalSource",
+    "StepView",
+    "build_sources",
+]

@@ -86,24 +86,30 @@ class Observed:
     key_bounds: Callable[[], tuple[Tensor, Tensor]]
 
 
-class SignalSource(Protocol):
-    """One named signal of one sequence.
-
-    Attributes of a class: wants_mass (page masses of each step), wants_queries (queries of each step), wants_bounds
-    (the cache keeps key bounds).
-    """
-
-    @property
-    def wants_mass(self) -> bool: ...
-
-    @property
-    def wants_queries(self) -> bool: ...
-
-    @property
-    def wants_bounds(self) -> bool: ...
+class PrefillWatcher(Protocol):
+    """Whoever looks on while a context is prefilled."""
 
     def watch_prefill(self, chunk: PrefillChunk) -> None:
         """Sees every layer of every chunk."""
+        ...
+
+
+class SignalSource(PrefillWatcher, Protocol):
+    """One named signal of one sequence."""
+
+    @property
+    def wants_mass(self) -> bool:
+        """Whether it reads the page masses of each step."""
+        ...
+
+    @property
+    def wants_queries(self) -> bool:
+        """Whether it reads the queries of each step."""
+        ...
+
+    @property
+    def wants_bounds(self) -> bool:
+        """Whether the cache must keep key bounds."""
         ...
 
     def watch_tokens(self, tokens: Tensor) -> None:
