@@ -51,7 +51,7 @@ struct Ahead {
 
 // scores[r][j] = q[r] . key[j]; rows are ld apart.
 template <class F, int R>
-void score_page(const F& page, const float* q, int D, int P, float* scores, int ld, Ahead ahead) {
+__attribute__((noinline)) void score_page(const F& page, const float* q, int D, int P, float* scores, int ld, Ahead ahead) {
   float folded[R * kMaxDim];
   float low[R] = {};
   if constexpr (F::kQuantised) {
@@ -88,7 +88,7 @@ void score_page(const F& page, const float* q, int D, int P, float* scores, int 
 
 // acc[r] += sum_j p[r][j] value[j]; Dp is a multiple of 16.
 template <class F, int R>
-void add_page(const F& page, const float* p, int ld, int Dp, int P, float* acc, Ahead ahead) {
+__attribute__((noinline)) void add_page(const F& page, const float* p, int ld, int Dp, int P, float* acc, Ahead ahead) {
   float folded[R * 64];
   float low[R] = {};
   if constexpr (F::kQuantised) {
