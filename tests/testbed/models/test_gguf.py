@@ -39,7 +39,7 @@ def alphabet() -> list[str]:
     """The 256 printable characters of byte-level BPE, then merged tokens and one control token."""
     from tokenizers import pre_tokenizers
 
-    return ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "the", "Ġthe"]
+    return ["<|end|>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "the", "Ġthe", "42"]
 
 
 def permute(weight: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
@@ -73,7 +73,7 @@ def write_gguf(path: Path, model: tf.LlamaForCausalLM, architecture: str = "llam
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3] + [1] * (len(tokens) - 1))
-    writer.add_token_merges(["t h", "th e", "Ġ the"])
+    writer.add_token_merges(["t h", "th e", "Ġ the", "4 2"])
     writer.add_eos_token_id(0)
     for name, weight in model.state_dict().items():
         array = weight.float().numpy()

@@ -154,8 +154,9 @@ def test_window_and_scale_are_read_per_layer() -> None:
     assert geometry["gpt_neo"].scale == (1.0, 1.0)
 
 
-def test_last_and_none_compute_no_more_than_asked() -> None:
-    decoder = wrap(build(SUPPORTED["llama"]()))
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "bloom"])
+def test_last_and_none_compute_no_more_than_asked(kind: str) -> None:
+    decoder = wrap(build(SUPPORTED[kind]()))
     tokens, positions = torch.arange(8)[None], torch.arange(8)[None]
     rows: list[int] = []
     handle = decoder.model.lm_head.register_forward_pre_hook(lambda _m, args: rows.append(args[0].shape[1]))
