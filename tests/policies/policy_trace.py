@@ -127,7 +127,8 @@ def walk(policy: Policy, budget_bytes: int | None) -> Iterator[tuple[Signals, Pl
 
 def device_bytes(signals: Signals, plan: Plan) -> int:
     """Bytes on the device under a plan, counted page by page."""
-    size = (PAGE_BYTES.compute, PAGE_BYTES.int8, PAGE_BYTES.int4)
+    costs = signals.page_bytes
+    size = (costs.compute, costs.int8, costs.int4)
     total = 0
     for modes, formats, tiers in zip(
         plan.mode.flatten(0, 1).tolist(),
@@ -136,6 +137,6 @@ def device_bytes(signals: Signals, plan: Plan) -> int:
         strict=True,
     ):
         total += sum(size[f] for f, t in zip(formats, tiers, strict=True) if t in (0, 1))
-        total += modes.count(2) * PAGE_BYTES.prototype + (3 in modes) * PAGE_BYTES.background
-        total += len(modes) * PAGE_BYTES.metadata
+        total += modes.count(2) * costs.prototype + (3 in modes) * costs.background
+        total += len(modes) * costs.metadata
     return total

@@ -27,6 +27,7 @@ from testbed.compose import (
     PolicySource,
     compose_config,
     compose_policy,
+    full_policy,
     policy_from,
     register,
 )
@@ -49,6 +50,7 @@ def test_full_is_the_identity_on_both_sides(name: str) -> None:
 def test_full_is_all_identities() -> None:
     full = composed("full")
     assert full.name == "full"
+    assert full_policy() == full
     swapped = compose_policy("redknot+elastic", [f"policy/{slot}={part}" for slot, part in IDENTITY.items()])
     assert swapped.parts == full.parts
 
