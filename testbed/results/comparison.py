@@ -35,8 +35,8 @@ class Variant:
 
     Attributes:
         policy: its name.
-        budget: as configured, for people.
-        fraction: `budget.fraction`, None where the policy sets its own.
+        budget: for people.
+        fraction: of the full cache in bf16, None for no limit.
         detail: other keys in which this variant differs from those of the same policy and budget.
         records: complete or partial, at least one.
     """
@@ -71,7 +71,8 @@ class Variant:
     def estimate(self, key: str, seed: int = 0) -> stats.Estimate | None:
         """Mean of a sample's key with its interval, whole contexts resampled."""
         column = self.column(key)
-        return stats.mean(list(column.values()), seed, self.groups(list(column))) if column else None
+        interval = stats.proportion if key == "score" else stats.mean
+        return interval(list(column.values()), seed, self.groups(list(column))) if column else None
 
     def groups(self, at: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
         """What each sample shares with others: its context."""

@@ -51,7 +51,16 @@ def mean(values: ArrayLike, seed: int = 0, groups: Sequence[Hashable] | None = N
         groups: [n] what each sample shares with others (its context); whole groups are resampled.
     """
     x = _clean("values", values)
-    estimate = ratio(x, np.ones_like(x), seed, groups)
+    return ratio(x, np.ones_like(x), seed, groups)
+
+
+def proportion(values: ArrayLike, seed: int = 0, groups: Sequence[Hashable] | None = None) -> Estimate:
+    """Mean of scores that are right (1) or wrong (0); where all are alike, with the Wilson interval.
+
+    Takes what `mean` takes. Scores between 0 and 1 are allowed and get the interval of `mean`.
+    """
+    x = _clean("values", values)
+    estimate = mean(x, seed, groups)
     if _is_binary(x) and _is_point(estimate.ci):
         return Estimate(estimate.value, wilson(int(x.sum()), len(x)), len(x))
     return estimate

@@ -81,6 +81,7 @@ def test_rows_against_hand_counted_values(tmp_path: Path) -> None:
     assert rows["snapkv"]["quality.kept"] == 0.5
     assert (rows["redknot"]["quality.kept.low"], rows["redknot"]["quality.kept.high"]) == wilson(4, 4)
     assert rows["redknot"]["kv.total_bytes"] == 45 * MIB / 4
+    assert (rows["redknot"]["task.score.low"], rows["redknot"]["task.score.high"]) == wilson(4, 4)
     assert rows["redknot"]["kl.mean"] == pytest.approx(0.15)
     assert rows["redknot"]["speedup"] == 3.0
     assert rows["full"]["budget"] == "–"
@@ -116,6 +117,13 @@ def test_seeds_are_pooled_and_other_keys_are_not(tmp_path: Path) -> None:
         ("b", "policy.window=256", 1, 1.0),
         ("b", "policy.window=512", 1, 0.0),
     ]
+
+
+def test_budget_is_the_runs_own_or_the_policys(tmp_path: Path) -> None:
+    put(tmp_path, "a", [1, 1], 0.5, detail={"budget_fraction": 0.25})
+    put(tmp_path, "b", [1, 1], detail={"budget_fraction": 0.25})
+    put(tmp_path, "c", [1, 1], detail={"budget_fraction": None})
+    assert [row["budget"] for row in compare([tmp_path]).rows] == ["50 %", "25 %", "–"]
 
 
 def test_models_are_never_mixed(tmp_path: Path) -> None:
