@@ -437,8 +437,6 @@ void attend(const Args& a) {
 
 extern "C" {
 
-void testbed_set_parallel(void* function) { testbed::parallel = (testbed::Parallel)function; }
-
 void testbed_attend(const float* q, const int64_t* shape, const void* const* tables, const int64_t* strides,
                     const testbed::PoolArg* pools, const float* slopes, float* out, float* lse, float* mass, float scale) {
   testbed::Args a;

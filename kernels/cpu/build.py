@@ -1,9 +1,7 @@
 """Builds the native library on first use and loads it by ctypes.
 
-The library has a plain C ABI and links no OpenMP: two OpenMP runtimes in one process fight for the cores, so it
-is handed `GOMP_parallel` of the one torch has already loaded (libgomp, or LLVM's and Intel's, which offer the
-same symbol), and runs on one thread where there is none. Cached under a name hashed from the source, the
-compiler and the CPU; written aside and renamed, so that two processes may build at once.
+The library has a plain C ABI, links neither torch nor OpenMP (see parallel.h), and is cached under a name hashed
+from the source, the compiler and the CPU; it is written aside and renamed, so that two processes may build at once.
 """
 
 from __future__ import annotations
@@ -19,11 +17,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-import torch
-
 SOURCES = ("attend.cpp", "store.cpp")
 HEADERS = ("lanes.h", "pages.h", "parallel.h")
-FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-shared", "-fPIC")
 
 
 class BuildError(RuntimeError):
@@ -37,15 +33,11 @@ def library() -> ctypes.CDLL:
     Raises:
         BuildError: no compiler, a failed compilation, an unwritable cache folder.
     """
-    torch.get_num_threads()
     path = _build()
     try:
         loaded = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} can't be loaded: {error}") from error
-    loaded.testbed_set_parallel.argtypes = [ctypes.c_void_p]
-    loaded.testbed_set_parallel.restype = None
-    loaded.testbed_set_parallel(_parallel_address())
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.testbed_attend.argtypes = [pointer] * 9 + [ctypes.c_float]
     loaded.testbed_append.argtypes = [pointer] * 4 + [number] * 6 + [pointer, number]
@@ -108,17 +100,3 @@ def _cpu() -> str:
     except OSError:
         flags = None
     return platform.machine() + (flags.group(0) if flags else platform.processor())
-
-
-def _parallel_address() -> int | None:
-    """Address of GOMP_parallel in the OpenMP runtime this process already has, or None."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    paths = dict.fromkeys(line.split()[-1] for line in lines if re.search(r"/lib(?:gomp|omp|iomp5)[^/]*\.so", line))
-    for path in paths:
-        runtime = ctypes.CDLL(path)
-        if hasattr(runtime, "GOMP_parallel"):
-            return ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p).value
-    return None
