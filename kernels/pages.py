@@ -36,6 +36,7 @@ FLOAT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, 
 LEVELS = MappingProxyType({"int8": 255, "int4": 15})
 PAGE_TOKENS = (16, 32, 64)
 ALIGN_BYTES = 64
+PROTOTYPE_PAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -311,11 +312,21 @@ def make_prototypes(k: Tensor, v: Tensor, groups: int, valid: Tensor | None = No
         mean keys [M, C, D], mean values [M, C, D], log2 counts [M, C] (-inf and zero means for an empty
         group), float32.
     """
-    pages, tokens, _ = k.shape
+    parts = []
+    for start in range(0, max(len(k), 1), PROTOTYPE_PAGES):  # small enough to stay in a core's cache
+        some = slice(start, start + PROTOTYPE_PAGES)
+        parts.append(_make_prototypes(k[some], v[some], groups, None if valid is None else valid[some]))
+    mean_k, mean_v, log2_count = (torch.cat(x) for x in zip(*parts, strict=True))
+    return mean_k, mean_v, log2_count
+
+
+def _make_prototypes(k: Tensor, v: Tensor, groups: int, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """As `make_prototypes`, all pages at once."""
+    keys, values = k.float(), v.float()
     if valid is None:
-        valid = torch.ones(pages, tokens, dtype=torch.bool, device=k.device)
-    keys = torch.where(valid[..., None], k.float(), 0.0)
-    values = torch.where(valid[..., None], v.float(), 0.0)
+        valid = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
+    else:
+        keys, values = (torch.where(valid[..., None], x, 0.0) for x in (keys, values))
     group = torch.where(valid, 0, -1)
     if groups > 1:
         centred = keys - keys.sum(1, keepdim=True) / valid.sum(1).clamp(min=1)[:, None, None]
