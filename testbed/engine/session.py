@@ -160,15 +160,14 @@ class Session:
         """All decisions so far."""
         geometry, decoder = self.decoder.geometry, self.decoder
         value_bytes = self.config.cache.torch_dtype.itemsize
-        weights = decoder.weights_bytes
         shape = ModelShape(
             decoder.name,
             geometry.layers,
             geometry.query_heads,
             geometry.kv_heads,
             geometry.head_dim,
-            weights_bytes=weights,
-            flops_per_token=2 * weights // decoder.dtype.itemsize,
+            weights_bytes=decoder.weights_bytes,
+            flops_per_token=2 * decoder.weights,
         )
         full = geometry.token_bytes(self.config.cache.torch_dtype)
         header = Header(shape, self.config.cache.page_tokens, self.policy.name, full, value_bytes)

@@ -98,7 +98,7 @@ class Decoder(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights, q, k and v."""
+        """Of hidden states, q, k and v."""
         ...
 
     @property
@@ -107,8 +107,13 @@ class Decoder(Protocol):
         ...
 
     @property
+    def weights(self) -> int:
+        """Number of all parameters, tied ones once."""
+        ...
+
+    @property
     def weights_bytes(self) -> int:
-        """Bytes of all parameters, tied ones once."""
+        """Bytes that hold them and that a step reads; may be less than `weights` in `dtype` where that is exact."""
         ...
 
     @property

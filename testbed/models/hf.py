@@ -6,7 +6,9 @@ logits = decoder.forward(tokens, positions, attend)
 
 from __future__ import annotations
 
+import ctypes
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -36,9 +38,14 @@ class HfDecoder:
         self.name = name
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
-        self.weights_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
+        self.weights = sum(weight.numel() for weight in model.parameters())
         self.lean: LeanLlama | None = None  # the faster way, where there is one
         self._takes_positions = "position_ids" in signature(model.forward).parameters
+
+    @property
+    def weights_bytes(self) -> int:
+        """See `Decoder.weights_bytes`."""
+        return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, logits: Logits = "last") -> Tensor | None:
         """See `Decoder.forward`."""
@@ -99,7 +106,10 @@ class HfDecoder:
 
 
 def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> HfDecoder:
-    """A transformers model as a decoder. The model is changed in place: its attention is ours from now on.
+    """A transformers model as a decoder.
+
+    The model is changed in place: its attention is ours from now on, and float32 weights that are bf16 numbers may be
+    kept in bf16 (`LeanLlama`).
 
     Args:
         model: a causal language model of transformers (PreTrainedModel with a head).
@@ -125,6 +135,7 @@ def wrap(model: Any, tokenizer: Any = None, name: str | None = None) -> HfDecode
         if probe.error(decoder, tokens, truth) is None:
             return decoder
         decoder.lean = None  # a module was changed by its owner: take transformers' own way
+        model.to(decoder.dtype)
     problem = probe.error(decoder, tokens, truth)
     if problem is not None:
         raise probe.refuse(called, problem)
@@ -166,7 +177,18 @@ def load(
     with _errors_of(source):
         model = _read(name, source, _DTYPES[dtype])
         reader = _read_tokenizer(source) if tokenizer else None
-    return wrap(model.to(target), reader, name)
+    decoder = wrap(model.to(target), reader, name)
+    del model
+    _give_back_freed_memory()
+    return decoder
+
+
+def _give_back_freed_memory() -> None:
+    """Glibc keeps what loading freed, about as much as the weights, in the process: hand it to the system."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
 
 
 def _device(device: str) -> torch.device:

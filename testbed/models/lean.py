@@ -1,9 +1,10 @@
 """The llama family's forward with fewer, larger operations, from the weights of a transformers model.
 
 A decode step of a small model is bound by reading the weights and by the number of operations. Here queries, keys
-and values are one product, so are gate and up; both rotations are one; norms are torch's own. transformers'
-modules keep working: their weights become views of the joined ones. Whether the result is the same is not assumed
-but checked at load (`testbed.models.probe`).
+and values are one product, so are gate and up; both rotations are one; norms are torch's own. On a CPU, float32
+matrices whose every number is a bf16 number (a checkpoint in bf16, widened) stay bf16 and are widened as they are used:
+the same products, half the bytes (`kernels.linear`). transformers' modules share the weights, as views of the joined
+ones. Whether the result is the same is not assumed but checked at load (`testbed.models.probe`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kernels.linear import linear_bf16
 from testbed.models.base import Attend, Geometry, Logits
 
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+_BLOCK_ROWS = 4096  # compared at once
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -41,14 +44,18 @@ class LeanLlama:
     """Runs a llama-like transformers model; see `HfDecoder` for who chooses it."""
 
     def __init__(self, model: Any, geometry: Geometry) -> None:
-        """Joins the weights of `model` in place; ask `fits` first."""
+        """Joins the weights of `model` in place, bf16 where that is exact; ask `fits` first.
+
+        Where that made a matrix bf16, the model's own forward needs `model.float()` first.
+        """
         self.geometry = geometry
-        self.head = model.lm_head
-        self.embed = model.model.embed_tokens
+        self.dtype: torch.dtype = model.dtype
+        self.head, self.embed = model.lm_head, model.model.embed_tokens
         self.rotary = model.model.rotary_emb
         self.norm_weight: Tensor = model.model.norm.weight
         self.eps = float(model.config.rms_norm_eps)
         self.layers = [_layer(layer) for layer in model.model.layers]
+        _pack_embeddings(self.embed, self.head)
 
     @staticmethod
     def fits(model: Any) -> bool:
@@ -60,32 +67,36 @@ class LeanLlama:
             linears += [layer.mlp.gate_proj, layer.mlp.up_proj, layer.mlp.down_proj]
             if layer.mlp.down_proj.bias is not None or layer.mlp.gate_proj.bias is not None:
                 return False
-        return all(type(linear) is nn.Linear for linear in linears)
+        plain = type(model.model.embed_tokens) is nn.Embedding and type(model.lm_head) is nn.Linear
+        return plain and all(type(linear) is nn.Linear for linear in linears)
 
     def run(self, tokens: Tensor, positions: Tensor, attend: Attend, logits: Logits) -> Tensor | None:
         """As `Decoder.forward`, in the dtype of the weights, without gradients."""
         geometry = self.geometry
         rotated = geometry.query_heads + geometry.kv_heads
         heads = (*tokens.shape, rotated + geometry.kv_heads, geometry.head_dim)
-        hidden = self.embed(tokens)
+        hidden = self.embed(tokens).to(self.dtype)
         cos, sin = self._rotation(hidden, positions)
         for index, layer in enumerate(self.layers):
             normed = self._norm(hidden, layer.attention_norm)
-            qkv = F.linear(normed, layer.qkv, layer.qkv_bias).view(heads).transpose(1, 2)
+            qkv = _linear(normed, layer.qkv, layer.qkv_bias).view(heads).transpose(1, 2)
             qk = qkv[:, :rotated]
             if layer.qk_norms is not None:
                 parts = qk.split((geometry.query_heads, geometry.kv_heads), 1)
                 qk = torch.cat([self._norm(part, w) for part, w in zip(parts, layer.qk_norms, strict=True)], 1)
             qk = _rotate(qk, cos, sin)
             out = attend(index, qk[:, : geometry.query_heads], qk[:, geometry.query_heads :], qkv[:, rotated:])
-            hidden = hidden + F.linear(out.transpose(1, 2).flatten(2), layer.out, layer.out_bias)
-            gate, up = F.linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
-            hidden = hidden + F.linear(F.silu(gate).mul_(up), layer.down)
+            hidden = hidden + _linear(out.transpose(1, 2).flatten(2), layer.out, layer.out_bias)
+            gate, up = _linear(self._norm(hidden, layer.mlp_norm), layer.gate_up).chunk(2, -1)
+            hidden = hidden + _linear(F.silu(gate).mul_(up), layer.down)
         if logits == "none":
             return None
         if logits == "last":
             hidden = hidden[:, -1:]
-        return self.head(self._norm(hidden, self.norm_weight)).float()
+        hidden = self._norm(hidden, self.norm_weight)
+        if self.head.weight.dtype != self.dtype:
+            return _linear(hidden, self.head.weight, self.head.bias)
+        return self.head(hidden).float()
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.eps)
@@ -104,8 +115,33 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.addcmul(halves * cos, halves.flip(-2), sin).flatten(-2)
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear, whichever way the weight is kept."""
+    if weight.dtype == torch.bfloat16 and x.dtype == torch.float32:
+        return linear_bf16(x, weight, bias)
+    return F.linear(x, weight, bias)
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """The same numbers in bf16, or the tensor itself where that would change one or win nothing."""
+    if weight.dtype != torch.float32 or weight.device.type != "cpu":
+        return weight
+    half = weight.bfloat16()
+    pairs = zip(half.split(_BLOCK_ROWS), weight.split(_BLOCK_ROWS), strict=True)
+    return half if all(torch.equal(block.float(), original) for block, original in pairs) else weight
+
+
+def _pack_embeddings(embed: nn.Embedding, head: nn.Linear) -> None:
+    """Packs both, once if they are tied."""
+    tied = embed.weight.data_ptr() == head.weight.data_ptr()
+    embed.weight.data = _packed(embed.weight.detach())
+    head.weight.data = embed.weight.detach() if tied else _packed(head.weight.detach())
+
+
 def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
+    for linear in (attention.o_proj, mlp.down_proj):
+        linear.weight.data = _packed(linear.weight.detach())
     norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else None
     qkv, bias = _join([attention.q_proj, attention.k_proj, attention.v_proj])
     gate_up, _none = _join([mlp.gate_proj, mlp.up_proj])
@@ -124,7 +160,7 @@ def _layer(layer: Any) -> _Layer:
 
 def _join(linears: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
     """Weights and biases one below the other; the modules' own become views, so nothing is held twice."""
-    weight = torch.cat([linear.weight.detach() for linear in linears])
+    weight = _packed(torch.cat([linear.weight.detach() for linear in linears]))
     row = 0
     for linear in linears:
         linear.weight.data = weight[row : row + linear.out_features]

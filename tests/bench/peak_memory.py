@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
-import transformers.models.llama.modeling_llama  # noqa: F401  # the libraries belong to the baseline
 from engine_case import context
 
 from kernels.api import choose_backend
@@ -44,11 +44,21 @@ def activation_bytes(model: object, geometry: Geometry, chunk: int, context_toke
     return max(attention, mlp) * itemsize
 
 
+def warm_up() -> None:
+    """A tiny model through the same calls, so that the libraries' lazy imports and buffers are in the baseline."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 1}
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=128, head_dim=64)).save_pretrained(folder)
+        prefill(load(folder), list(range(100)), torch.bfloat16)
+
+
 def main(context_tokens: int, chunk_tokens: int) -> None:
     """One load, one prefill."""
     choose_backend(None)
-    torch.ones(64, 64) @ torch.ones(64, 64)  # the math library's own buffers
     path = assets.model_path("smollm2")
+    warm_up()
     baseline = status_bytes("VmRSS")
     decoder = load(path)
     load_peak, loaded = status_bytes("VmHWM") - baseline, status_bytes("VmRSS") - baseline

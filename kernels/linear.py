@@ -1,0 +1,69 @@
+"""Linears of float32 activations and bf16 weights, summed in float32, on a CPU.
+
+Weights that are exactly bf16 lose nothing by staying so, and take half the memory and, in a decode step that is
+bound by reading them, half the time. Few rows run in native code; many rows are a matrix library's business, which
+gets the weights widened by blocks of outputs that stay in the cache.
+
+    y = linear_bf16(x, weight)          # x [..., K] float32, weight [N, K] bf16 -> y [..., N] float32
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from kernels.api import choose_backend
+
+NATIVE_ROWS = 16  # beyond, widening costs less than native products
+BLOCK_ELEMENTS = 2 << 20  # weights widened at once
+
+
+def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
+    """`torch.nn.functional.linear` of the widened weight, without holding that.
+
+    Args:
+        x: [..., K] float32.
+        weight: [N, K] bf16, contiguous.
+        bias: [N] float32.
+        backend: "cpu" or "torch", None for the fastest.
+
+    Returns:
+        [..., N] float32; a row's result does not depend on the number of threads.
+
+    Raises:
+        ValueError: shapes, types or strides that don't match.
+    """
+    inputs = weight.shape[1]
+    if x.dtype != torch.float32 or weight.dtype != torch.bfloat16 or x.shape[-1] != inputs:
+        raise ValueError(
+            f"linear x {x.dtype} {tuple(x.shape)}, weight {weight.dtype} {tuple(weight.shape)}: "
+            "must be float32 [..., K] and bfloat16 [N, K]"
+        )
+    if not weight.is_contiguous():
+        raise ValueError(f"linear weight of strides {weight.stride()}: must be contiguous")
+    rows = x.numel() // inputs
+    if 0 < rows <= NATIVE_ROWS and weight.device.type == "cpu" and choose_backend(backend) == "cpu":
+        out = _native(x, weight, rows)
+    else:
+        out = _widened(x, weight)
+    return out if bias is None else out.add_(bias)
+
+
+def _native(x: Tensor, weight: Tensor, rows: int) -> Tensor:
+    from kernels.cpu.build import library
+
+    x = x.contiguous()
+    out = x.new_empty(*x.shape[:-1], weight.shape[0])
+    pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
+    library().testbed_linear(*pointers, rows, *weight.shape, torch.get_num_threads())
+    return out
+
+
+def _widened(x: Tensor, weight: Tensor) -> Tensor:
+    """By blocks of outputs."""
+    outputs, inputs = weight.shape
+    step = max(1, BLOCK_ELEMENTS // inputs)
+    if step >= outputs:
+        return linear(x, weight.float())
+    return torch.cat([linear(x, block.float()) for block in weight.split(step)], -1)
