@@ -168,6 +168,60 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
     run(k, v, table_slot, offset, pool)
 
 
+def gather(pool: Pool, slots: Tensor, backend: str | None = None) -> Tensor:
+    """Copies pages out of a pool.
+
+    Args:
+        pool: of any format.
+        slots: [M] int64, each below `pool.pages`, on the device the result is wanted on.
+        backend: as in `attend`.
+
+    Returns:
+        [M, page_bytes] uint8.
+
+    Raises:
+        ValueError: a slot outside the pool.
+    """
+    _check_slots(pool, slots)
+    if choose_backend(backend) == "cpu" and slots.device.type == "cpu" and _on_host(pool):
+        from kernels.cpu.backend import gather as run
+    else:
+        from kernels.torch_backend import gather as run
+    return run(pool, slots)
+
+
+def scatter(pool: Pool, slots: Tensor, blobs: Tensor, backend: str | None = None) -> None:
+    """Copies pages [M, page_bytes] uint8 into slots [M] of a pool; the inverse of `gather`.
+
+    Raises:
+        ValueError: a slot outside the pool, blobs of another size.
+    """
+    _check_slots(pool, slots)
+    if blobs.dtype != torch.uint8 or blobs.shape != (len(slots), pool.fmt.page_bytes):
+        raise ValueError(
+            f"blobs {blobs.dtype} {tuple(blobs.shape)}: must be uint8 [{len(slots)}, {pool.fmt.page_bytes}]"
+        )
+    if choose_backend(backend) == "cpu" and blobs.device.type == "cpu" and _on_host(pool):
+        from kernels.cpu.backend import scatter as run
+    else:
+        from kernels.torch_backend import scatter as run
+    run(pool, slots, blobs)
+
+
+def _on_host(pool: Pool) -> bool:
+    return all(slab.device.type == "cpu" for slab in pool.slabs[:1])
+
+
+def _check_slots(pool: Pool, slots: Tensor) -> None:
+    """Native code would read or write anywhere."""
+    if slots.dim() != 1 or slots.dtype != torch.int64:
+        raise ValueError(f"slots {slots.dtype} {tuple(slots.shape)}: must be torch.int64 [M]")
+    if len(slots) and slots.device.type == "cpu":
+        low, high = (int(x) for x in slots.aminmax())
+        if low < 0 or high >= pool.pages:
+            raise ValueError(f"slots {low} to {high}: must be 0 to {pool.pages - 1}")
+
+
 @cache
 def choose_backend(name: str | None = None) -> str:
     """The backend to use: the one named, or "cpu" where a C++ compiler is there, else "torch" with a notice.

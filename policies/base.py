@@ -269,7 +269,7 @@ class Policy:
     """Seven parts that together answer signals with a plan. Built by Hydra from conf/policy/<name>.yaml.
 
     Attributes:
-        every_steps: decode steps between plans (1 = before each token).
+        every_steps: decode steps between plans (1 = before each token); a plan is also made where a page begins.
         cold_start_tokens: while the sequence is shorter than this, the plan is dense.
         budget_fraction: device bytes as a fraction of the full cache, for runs that name none; None = no limit.
     """
@@ -282,7 +282,7 @@ class Policy:
     eviction: Eviction
     attention: Attention
     prefetch: Prefetch
-    every_steps: int = 1
+    every_steps: int = 16
     cold_start_tokens: int = 0
     budget_fraction: float | None = None
 
@@ -344,8 +344,17 @@ class Policy:
 
 def _fill(rank: Tensor, cost: Tensor, candidate: Tensor, room: Tensor) -> Tensor:
     """The highest-ranked candidates of each stream whose summed cost fits its room: [L, Hk, N] bool."""
-    if bool(torch.isinf(room).all()):
-        return candidate
+    full = ((cost * candidate).sum(-1) > room).nonzero(as_tuple=True)  # most streams keep all they have
+    if len(full[0]) < room.numel():
+        kept = candidate.clone()
+        if len(full[0]):
+            kept[full] = _fill_full(rank[full], cost[full], candidate[full], room[full])
+        return kept
+    return _fill_full(rank, cost, candidate, room)
+
+
+def _fill_full(rank: Tensor, cost: Tensor, candidate: Tensor, room: Tensor) -> Tensor:
+    """`_fill` for streams [..., N] that can't keep all candidates: one sort."""
     order = rank.masked_fill(~candidate, -math.inf).argsort(dim=-1, descending=True, stable=True)
     spent = torch.where(candidate, cost, 0.0).gather(-1, order).cumsum(-1)
     fits = (spent <= room.unsqueeze(-1)) & candidate.gather(-1, order)

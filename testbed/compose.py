@@ -39,7 +39,7 @@ IDENTITY = {
     "attention": "exact",
     "prefetch": "none",
 }
-SETTINGS: Mapping[str, int | float | None] = {"every_steps": 1, "cold_start_tokens": 0, "budget_fraction": None}
+SETTINGS: Mapping[str, int | float | None] = {"every_steps": 16, "cold_start_tokens": 0, "budget_fraction": None}
 # Ends the name of a part that a second policy also wanted, so that a swap of the slot also ends the conflict.
 CONTESTED = "!"
 

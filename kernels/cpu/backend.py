@@ -74,3 +74,19 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:
     pointers = (k.data_ptr(), v.data_ptr(), blobs.data_ptr(), strides)
     library().testbed_encode(*pointers, *numbers, torch.get_num_threads())
     return blobs
+
+
+def gather(pool: Pool, slots: Tensor) -> Tensor:
+    """As `kernels.api.gather`."""
+    slots = slots.to(torch.int64).contiguous()
+    out = torch.empty(len(slots), pool.fmt.page_bytes, dtype=torch.uint8)
+    numbers = (pool.slab_pointers.data_ptr(), pool.slab_pages, pool.fmt.page_bytes, slots.data_ptr(), len(slots))
+    library().testbed_gather(*numbers, out.data_ptr())
+    return out
+
+
+def scatter(pool: Pool, slots: Tensor, blobs: Tensor) -> None:
+    """As `kernels.api.scatter`."""
+    slots, blobs = slots.to(torch.int64).contiguous(), blobs.contiguous()
+    numbers = (pool.slab_pointers.data_ptr(), pool.slab_pages, pool.fmt.page_bytes, slots.data_ptr(), len(slots))
+    library().testbed_scatter(*numbers, blobs.data_ptr())

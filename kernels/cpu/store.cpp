@@ -134,4 +134,16 @@ void testbed_append(const float* k, const float* v, const int32_t* slot, const i
   }
 }
 
+// Whole pages between slabs and one run of bytes: out[i] = page slot[i], or the other way round.
+void testbed_gather(const int64_t* slabs, int64_t slab_pages, int64_t bytes, const int64_t* slot, int64_t n, uint8_t* out) {
+  for (int64_t i = 0; i < n; ++i)
+    std::memcpy(out + i * bytes, (const uint8_t*)slabs[slot[i] / slab_pages] + (slot[i] % slab_pages) * bytes, bytes);
+}
+
+void testbed_scatter(const int64_t* slabs, int64_t slab_pages, int64_t bytes, const int64_t* slot, int64_t n,
+                     const uint8_t* in) {
+  for (int64_t i = 0; i < n; ++i)
+    std::memcpy((uint8_t*)slabs[slot[i] / slab_pages] + (slot[i] % slab_pages) * bytes, in + i * bytes, bytes);
+}
+
 }  // extern "C"

@@ -82,6 +82,15 @@ class Elastic:
         plain = torch.where(resident, int(Mode.EXACT), int(Mode.SKIP)).to(torch.int8)
         if bool(load <= self.cluster_load) and not bool((alive & ~resident & ~local).any()):
             return plain
+        ranked = ~local.squeeze(-1)
+        plain[ranked] = self._by_rank(signals, score[ranked], resident[ranked], spare_bytes[ranked], ranked, load)
+        return plain
+
+    def _by_rank(
+        self, signals: Signals, score: Tensor, resident: Tensor, spare_bytes: Tensor, chosen: Tensor, load: Tensor
+    ) -> Tensor:
+        """[M, N] int8 of `Mode` for the M streams `chosen` [L, Hk], whose rows the other arguments hold."""
+        alive = signals.held.alive[chosen]
         order = score.masked_fill(~alive, -math.inf).argsort(dim=-1, descending=True, stable=True)
         core_pages = (alive.sum(-1, keepdim=True) * self.core_fraction).ceil()
         place = torch.arange(signals.shape[2], device=signals.device)
@@ -101,5 +110,4 @@ class Elastic:
         background = rest & ~cluster & ~skipped & (room >= 0).unsqueeze(-1)
 
         mode = torch.where(exact, int(Mode.EXACT), int(Mode.SKIP)).to(torch.int8)
-        mode = mode.masked_fill_(cluster, int(Mode.CLUSTER)).masked_fill_(background, int(Mode.BACKGROUND))
-        return torch.where(local, plain, mode)
+        return mode.masked_fill_(cluster, int(Mode.CLUSTER)).masked_fill_(background, int(Mode.BACKGROUND))

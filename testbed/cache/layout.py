@@ -33,7 +33,7 @@ class CacheConfig:
     dtype: str = "bfloat16"
     sink_tokens: int = 16
     hot_tokens: int = 64
-    slab_pages: int = 128
+    slab_pages: int = 64
     prototypes: int = 1
     l3_path: str | None = None
 

@@ -400,7 +400,8 @@ class PagedCache:
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes the new tokens of one layer: k, v [Hk, T, D]."""
-        assert self._write_slots is not None and self._write_offsets is not None
+        assert self._write_slots is not None
+        assert self._write_offsets is not None
         assert self.tables is not None
         rows = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads)
         api.append(k, v, self._write_slots[rows], self._write_offsets, self.tables.pools[0], backend=self.backend)

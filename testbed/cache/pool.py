@@ -6,13 +6,12 @@ slots back. Slabs are allocated one by one and never copied on growth; a slab wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.api import Pool
+from kernels.api import Pool, gather, scatter
 from kernels.pages import PageFormat
 
 
@@ -126,6 +125,7 @@ class SlabPool:
         self.compute_device = compute_device or device
         self.slabs: list[Tensor] = []
         self.slots = SlotMap()
+        self._view: Pool | None = None  # made when asked for, forgotten when a slab comes or goes
 
     @property
     def used_pages(self) -> int:
@@ -147,6 +147,7 @@ class SlabPool:
         for index in (slots // self.slab_pages).unique().tolist():
             if not self.slabs[index].numel():
                 self.slabs[index] = self._slab()
+                self._view = None
         return slots
 
     def _slab(self) -> Tensor:
@@ -157,42 +158,27 @@ class SlabPool:
     def free(self, slots: Tensor) -> None:
         """Gives slots back; slabs left without a page are returned to the allocator."""
         self.slots.give(slots)
-        for index in (slots // self.slab_pages).unique().tolist():
-            start = index * self.slab_pages
-            if bool(self.slots.free[start : start + self.slab_pages].all()):
-                self.slabs[index] = torch.empty(0, dtype=torch.uint8)
-
-    def _each_slab(self, slots: Tensor, visit: Callable[[Tensor, Tensor, slice | Tensor], None]) -> None:
-        """Visits (slab, rows in it, their places in `slots`), one call a slab."""
-        slab_of = slots // self.slab_pages
-        for index in slab_of.unique().tolist():
-            at = (slab_of == index).nonzero().flatten()
-            visit(self.slabs[index], (slots[at] % self.slab_pages).to(self.device), at)
+        touched = (slots // self.slab_pages).unique()
+        empty = self.slots.free.view(-1, self.slab_pages)[touched].all(1)
+        for index in touched[empty].tolist():
+            self.slabs[index] = torch.empty(0, dtype=torch.uint8)
+            self._view = None
 
     def write(self, slots: Tensor, blobs: Tensor) -> None:
         """Copies blobs [M, page_bytes] uint8 into slots [M]."""
-
-        def put(slab: Tensor, rows: Tensor, at: slice | Tensor) -> None:
-            slab[rows] = blobs[at].to(self.device)
-
-        self._each_slab(slots, put)
+        scatter(self.kernel_view(), slots, blobs.to(self.device))
 
     def read(self, slots: Tensor) -> Tensor:
         """Copy of the blobs at slots [M], on the compute device: [M, page_bytes] uint8."""
-        out = torch.empty(len(slots), self.fmt.page_bytes, dtype=torch.uint8, device=self.compute_device)
-
-        def get(slab: Tensor, rows: Tensor, at: slice | Tensor) -> None:
-            out[at] = slab[rows].to(self.compute_device)
-
-        self._each_slab(slots, get)
-        return out
+        return gather(self.kernel_view(), slots.to(self.device)).to(self.compute_device)
 
     def kernel_view(self) -> Pool:
         """The slabs as kernels take them; a returned slab, which no page points into, is stood for by another."""
-        some = next((slab for slab in self.slabs if slab.numel()), None)
-        if some is None:
-            return Pool(self.fmt, ())
-        return Pool(self.fmt, tuple(slab if slab.numel() else some for slab in self.slabs))
+        if self._view is None:
+            some = next((slab for slab in self.slabs if slab.numel()), None)
+            slabs = () if some is None else tuple(slab if slab.numel() else some for slab in self.slabs)
+            self._view = Pool(self.fmt, slabs)
+        return self._view
 
     def clone(self) -> SlabPool:
         """An independent copy with the same slots taken."""
@@ -203,4 +189,4 @@ class SlabPool:
 
     def close(self) -> None:
         """Lets go of all slabs."""
-        self.slabs, self.slots = [], SlotMap()
+        self.slabs, self.slots, self._view = [], SlotMap(), None

@@ -38,7 +38,7 @@ def attention_rows(chunk: PrefillChunk, rows: Tensor) -> Tensor:
 
 
 class CopyMass(Source):
-    """Watches one prefill of context, questions and answers; `score` [L, Hk] afterwards.
+    """Watches one prefill of context, questions and answers; `score` afterwards.
 
     Args:
         layers, kv_heads: L, Hk.
@@ -48,7 +48,8 @@ class CopyMass(Source):
 
     def __init__(self, layers: int, kv_heads: int, asking: Sequence[int], sources: Sequence[tuple[int, int]]) -> None:
         self.asking, self.sources = torch.tensor(list(asking)), torch.tensor(list(sources))
-        self.score = torch.zeros(layers, kv_heads)
+        self._mass: Tensor | None = None  # [L, Hk, G]
+        self._shape = (layers, kv_heads)
 
     def watch_prefill(self, chunk: PrefillChunk) -> None:
         """Adds the asking positions inside this chunk."""
@@ -59,8 +60,14 @@ class CopyMass(Source):
         key = torch.arange(p.shape[-1])
         span = self.sources[here]
         inside = (key >= span[:, :1]) & (key < span[:, 1:])
-        mass = (p * inside).sum(-1)
-        self.score[chunk.layer] += mass.sum(-1).amax(1) / len(self.asking)
+        if self._mass is None:
+            self._mass = torch.zeros(*self._shape, p.shape[1])
+        self._mass[chunk.layer] += (p * inside).sum((-2, -1)) / len(self.asking)
+
+    @property
+    def score(self) -> Tensor:
+        """[L, Hk] in [0, 1], of the best head of each group."""
+        return torch.zeros(self._shape) if self._mass is None else self._mass.amax(-1)
 
 
 @dataclass
@@ -80,7 +87,7 @@ class Shape(Source):
 
     def watch_prefill(self, chunk: PrefillChunk) -> None:
         """Adds all rows long enough, block by block."""
-        first = max(0, self.long_range_tokens - chunk.start)
+        first = min(max(0, self.long_range_tokens - chunk.start), chunk.q.shape[1])
         for rows in torch.arange(first, chunk.q.shape[1], device=chunk.q.device).split(QUERY_BLOCK):
             if len(rows):
                 self._add(chunk, rows)

@@ -83,6 +83,7 @@ class Session:
         self._step = 0
         self._steps: list[Step] = []
         self._plan_s = 0.0
+        self._since_plan = 0
         self.times: list[StepTime] = []
         self.moves: list[Move] = []
 
@@ -121,7 +122,8 @@ class Session:
     def step(self, token: int | Tensor) -> Tensor:
         """One decode step: plans if one is due, runs the token, returns its logits [V]."""
         started = time.perf_counter()
-        due = self._step % self.policy.every_steps == 0
+        self._since_plan += 1
+        due = self._since_plan >= self.policy.every_steps
         moves: list[Move] = []
         self._plan_s = 0.0
         if due or self.cache.length_tokens % self.config.cache.page_tokens == 0:
@@ -209,7 +211,7 @@ class Session:
         signals = self._signals(phase, next_tokens)
         plan = self.policy.plan(signals)
         moves = self.cache.apply(plan, next_tokens)
-        self._plan_s = time.perf_counter() - started
+        self._plan_s, self._since_plan = time.perf_counter() - started, 0
         self._note_plan(plan)
         return moves
 

@@ -46,6 +46,13 @@ class WindowMass(_PrefillMass):
             raise SignalError(f"signal.window_mass.window_tokens={window_tokens}: must be at least 1")
         self.window_tokens = window_tokens
 
+    def value(self, observed: Observed) -> Tensor:
+        """[L, Hk, N]; -1 for pages written since, of which the window knows nothing."""
+        out = fit_pages(self._mass, observed.shape).clone()
+        if self._mass is not None:
+            out[..., self._mass.shape[2] :] = -1.0
+        return out
+
     def watch_prefill(self, chunk: PrefillChunk) -> None:
         """Adds the queries inside the window."""
         first = max(0, chunk.total - self.window_tokens) - chunk.start
