@@ -43,7 +43,16 @@ def library() -> ctypes.CDLL:
     loaded.testbed_append.argtypes = [pointer] * 4 + [number] * 6 + [pointer, number]
     loaded.testbed_encode.argtypes = [pointer] * 4 + [number] * 7
     loaded.testbed_linear.argtypes = [pointer] * 3 + [number] * 4
-    for name in ("testbed_attend", "testbed_append", "testbed_encode", "testbed_linear"):
+    loaded.testbed_gather.argtypes = [pointer, number, number, pointer, number, pointer]
+    loaded.testbed_scatter.argtypes = [pointer, number, number, pointer, number, pointer]
+    for name in (
+        "testbed_attend",
+        "testbed_append",
+        "testbed_encode",
+        "testbed_linear",
+        "testbed_gather",
+        "testbed_scatter",
+    ):
         getattr(loaded, name).restype = None
     return loaded
 
