@@ -21,7 +21,7 @@ from torch import Tensor
 
 from kernels.prefill import chunk_attention
 from testbed.assets import cache_dir
-from testbed.commands import guarded
+from testbed.commands import guarded, job
 from testbed.compose import register
 from testbed.engine.measure_heads import CopyMass, Shape
 from testbed.engine.prefill import ContextError, prefill
@@ -215,11 +215,16 @@ def copying(decoder: Decoder, samples: Sequence[Sample]) -> Copying:
 def main() -> None:
     """The command."""
     register()
-    guarded(_hydra_main)
+    guarded(_hydra_main, "hydra.run.dir")
 
 
 @hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")
 def _hydra_main(cfg: DictConfig) -> None:
+    job(lambda: calibrate(cfg))
+
+
+def calibrate(cfg: DictConfig) -> None:
+    """One model's heads."""
     with Bar() as progress:
         progress.start("loading the model")
         decoder = instantiate(cfg.model)

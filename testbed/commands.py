@@ -5,15 +5,25 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
+
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 BAD_INPUT, INTERRUPTED = 2, 130
+MENDABLE = (ValueError, RuntimeError, OSError, HydraException, OmegaConfBaseException)
 
 
-def guarded(command: Callable[[], object]) -> None:
+def guarded(command: Callable[[], object], folder_key: str = "") -> None:
     """Runs a command; an error the user can mend becomes one line and exit code 2, Ctrl-C exit code 130.
 
-    TESTBED_TRACE=1 shows the whole trace instead.
+    TESTBED_TRACE=1 shows the whole trace instead. `folder_key` names the folder that Hydra makes and writes to before
+    the command proper begins, for the words of an error about it.
     """
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands errors on, else it prints a trace of its own
     if os.environ.get("TESTBED_TRACE") == "1":
         command()
         return
@@ -22,7 +32,51 @@ def guarded(command: Callable[[], object]) -> None:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except (ValueError, RuntimeError, OSError) as error:
-        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        print(f"error: {kind}{error}", file=sys.stderr)
+    except MENDABLE as error:
+        hint = f"; name a writable folder with {folder_key}" if folder_key and isinstance(error, OSError) else ""
+        print(f"error: {describe(error)}{hint}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+
+
+def job(command: Callable[[], object]) -> None:
+    """Runs what a command does once Hydra has composed its configuration.
+
+    A single run ends here, without Hydra's own words before the error's. In a sweep a failed job says so at once,
+    the others go on, and the command fails in the end.
+    """
+    hydra = HydraConfig.get()
+    if hydra.mode != RunMode.MULTIRUN:
+        guarded(command)
+        return
+    try:
+        command()
+    except MENDABLE as error:
+        print(f"job {hydra.job.num} ({hydra.job.override_dirname}) failed: {describe(error)}", file=sys.stderr)
+        raise
+
+
+def describe(error: BaseException) -> str:
+    """An error in one line."""
+    cause = error.__cause__
+    if isinstance(error, HydraException) and isinstance(cause, OmegaConfBaseException):
+        return _unknown_key(cause) or _one_line(f"{error} {str(cause).splitlines()[0]}")
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    plain = isinstance(error, (ValueError, HydraException, OmegaConfBaseException))
+    return _one_line(f"{'' if plain else type(error).__name__ + ': '}{error}")
+
+
+def _unknown_key(error: OmegaConfBaseException) -> str:
+    """Offers the keys there are, if the error is about one there is not."""
+    parent = error.parent_node
+    if not isinstance(parent, DictConfig) or not isinstance(error.key, str) or error.key in parent:
+        return ""
+    known = sorted(str(key) for key in parent if key not in ("hydra", "_target_"))
+    near = get_close_matches(error.key, known, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"unknown key {error.full_key or error.key!r}.{hint} There are: {', '.join(known)}"
+
+
+def _one_line(text: str) -> str:
+    """Without Hydra's list of the places where it looked."""
+    return " ".join(text.partition("Config search path:")[0].split())

@@ -5,114 +5,27 @@ config -> model, workload, policy -> per context: prefill once -> full cache and
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 import torch
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
-from policies.base import Policy
-from testbed.cache.layout import CacheConfig
-from testbed.calibrate import CalibrationConfig, head_measures
-from testbed.compose import full_policy, policy_from
+from policies.base import Phase, Plan, Share, Signals, fit
+from testbed.cache.layout import Hot
+from testbed.calibrate import head_measures
 from testbed.decisions import DecisionLog
 from testbed.engine.evaluate import Agreement, Answer, agreement, answer
 from testbed.engine.prefill import check_length, prefill
-from testbed.engine.session import Session, SessionConfig
+from testbed.engine.session import Session
 from testbed.engine.signals import SignalContext
 from testbed.models.base import Decoder
 from testbed.results.progress import Progress
-from testbed.results.tracker import Tracker
-from testbed.workloads.base import Sample, Workload
-
-
-class ConfigError(ValueError):
-    """A value of the configuration that can't be used; names key, value and what is allowed."""
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Everything a run needs, built and checked before the model is loaded."""
-
-    policy: Policy
-    full: Policy
-    workload: Workload
-    cache: CacheConfig
-    calibration: CalibrationConfig
-    tracker: Tracker
-    budget_fraction: float | None
-    chunk_tokens: int
-    kernel: str | None
-    threads: int | None
-    signals: dict[str, dict[str, object]]
-    twin: tuple[str, ...]
-    seed: int
-
-    @property
-    def compresses(self) -> bool:
-        """False for the full cache itself, under whatever name."""
-        return replace(self.policy, name="", budget_fraction=None) != replace(self.full, name="", budget_fraction=None)
-
-    def session_config(self, full: bool) -> SessionConfig:
-        """Of the policy's sessions, or of the full cache's."""
-        fraction = self.budget_fraction if self.compresses and not full else None
-        return SessionConfig(self.cache, fraction, self.kernel, self.seed, {} if full else self.signals)
-
-
-def build(node: Any, what: str) -> Any:
-    """Instantiates a config node; what a part refuses comes out as its own error, without Hydra's wrapping."""
-    try:
-        return instantiate(node, _convert_="all")
-    except InstantiationException as error:
-        if isinstance(error.__cause__, (ValueError, RuntimeError)):
-            raise error.__cause__ from None
-        raise ConfigError(f"{what}: {str(error).splitlines()[0]}") from error
-
-
-def setup(cfg: DictConfig) -> Setup:
-    """Checks the whole configuration and builds all that is cheap.
-
-    Raises:
-        ValueError: naming key, value and what is allowed.
-    """
-    policy = policy_from(cfg)
-    fraction = cfg.budget.fraction if cfg.budget.fraction is not None else policy.budget_fraction
-    ok = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and math.isfinite(fraction)
-    if fraction is not None and (not ok or not 0.0 < fraction <= 1.0):
-        raise ConfigError(f"budget.fraction={fraction!r}: must be above 0 and at most 1, or null for no limit")
-    for key, value, optional in (
-        ("seed", cfg.seed, False),
-        ("engine.chunk_tokens", cfg.engine.chunk_tokens, False),
-        ("engine.threads", cfg.engine.threads, True),
-    ):
-        least = 0 if key == "seed" else 1
-        if value is None and optional:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{key}={value!r}: must be a whole number of at least {least}")
-    signals: Any = OmegaConf.to_container(cfg.signals, resolve=True)
-    return Setup(
-        policy=policy,
-        full=full_policy(),
-        workload=build(cfg.workload, "workload"),
-        cache=build(cfg.cache, "cache"),
-        calibration=build(cfg.calibration, "calibration"),
-        tracker=build(cfg.wandb, "wandb"),
-        budget_fraction=None if fraction is None else float(fraction),
-        chunk_tokens=cfg.engine.chunk_tokens,
-        kernel=cfg.engine.kernel,
-        threads=cfg.engine.threads,
-        signals=signals,
-        twin=tuple(cfg.twin),
-        seed=cfg.seed,
-    )
+from testbed.setup import Setup
+from testbed.workloads.base import Sample
 
 
 @dataclass(frozen=True)
@@ -139,15 +52,50 @@ class Experiment:
     progress: Progress
     outcomes: list[Outcome] = field(default_factory=list)
     head_classes: torch.Tensor | None = None
+    _stopped: bool = False
+
+    def interrupt(self, frame: FrameType | None) -> None:
+        """Stops the run now; inside a finaliser, where Python drops exceptions, after this sample.
+
+        Raises:
+            KeyboardInterrupt: outside of finalisers.
+        """
+        self._stopped = True
+        while frame is not None and frame.f_code.co_name != "__del__":
+            frame = frame.f_back
+        if frame is None:
+            raise KeyboardInterrupt
 
     def samples(self) -> list[Sample]:
         """All samples, checked against the model's limit before anything runs."""
         work = self.settings.workload
+        check_length(self.decoder, work.max_length_tokens)  # before the text is encoded
         samples = list(work.samples(self.decoder.encode, self.decoder.decode, self.settings.seed))
         for sample in samples:
             more = len(sample.question_tokens) + max(work.max_new_tokens, len(sample.continuation_tokens))
             check_length(self.decoder, len(sample.context_tokens), more)
+            self._check_budget(len(sample.context_tokens))
         return samples
+
+    def _check_budget(self, length_tokens: int) -> None:
+        """Raises PolicyError if the budget can't hold what must stay of such a context."""
+        config, policy, cache = self.settings.session_config(full=False), self.settings.policy, self.settings.cache
+        geometry = self.decoder.geometry
+        if config.budget_fraction is None or length_tokens < policy.cold_start_tokens:
+            return
+        hot = Hot(cache.page_tokens, cache.sink_tokens, cache.hot_tokens).mask(length_tokens)
+        signals = Signals(
+            phase=Phase.COMPRESS,
+            step=0,
+            length_tokens=length_tokens,
+            page_tokens=cache.page_tokens,
+            hot=hot,
+            held=Plan.dense(geometry.layers, geometry.kv_heads, len(hot)),
+            page_bytes=cache.page_bytes(geometry.head_dim, with_bounds=False),
+            device_budget_bytes=int(config.budget_fraction * length_tokens * geometry.token_bytes(torch.bfloat16)),
+        )
+        nothing = torch.zeros(geometry.layers, geometry.kv_heads, dtype=torch.float64)
+        fit(signals, Share(nothing, torch.zeros(signals.shape, dtype=torch.bool)), nothing)
 
     def run(self) -> None:
         """Runs every context."""
@@ -159,6 +107,8 @@ class Experiment:
             for outcome in self._context(group, context):
                 self.outcomes.append(outcome)
                 self.progress.note(_line(outcome, len(self.outcomes), len(samples)))
+                if self._stopped:
+                    raise KeyboardInterrupt
 
     def _signal_context(self) -> SignalContext:
         """Head measures are looked up, or made, only if a part of the policy wants them."""

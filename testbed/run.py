@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
@@ -22,12 +24,14 @@ def main() -> None:
     register()
     from testbed.commands import guarded
 
-    guarded(_hydra_main)
+    guarded(_hydra_main, "hydra.run.dir or hydra.sweep.dir")
 
 
 @hydra.main(config_path="pkg://conf", config_name="config", version_base="1.3")
 def _hydra_main(cfg: DictConfig) -> None:
-    run(cfg, Path(HydraConfig.get().runtime.output_dir))
+    from testbed.commands import job
+
+    job(lambda: run(cfg, Path(HydraConfig.get().runtime.output_dir)))
 
 
 def run(cfg: DictConfig, folder: Path) -> None:
@@ -39,30 +43,32 @@ def run(cfg: DictConfig, folder: Path) -> None:
     import torch
 
     from testbed import summary
-    from testbed.experiment import Experiment, build, setup, write_logs
+    from testbed.experiment import Experiment, write_logs
     from testbed.results import html, table
     from testbed.results.progress import Progress
     from testbed.results.record import Status, save
+    from testbed.setup import build, setup
 
     settings = setup(cfg)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    _interrupt_on_terminate()
     status: Status = "complete"
     reason = ""
     with Progress() as progress:
         progress.start("loading the model")
         experiment = Experiment(settings, build(cfg.model, "model"), progress)
         try:
-            experiment.run()
-            progress.start("twin and record")
+            with _on_signals(experiment.interrupt):
+                experiment.run()
         except KeyboardInterrupt:
             status, reason = "partial", f"interrupted after {len(experiment.outcomes)} samples"
             if not experiment.outcomes:
                 raise
-        record = summary.record(experiment, cfg, folder, status, reason)
-        path = save(record, folder)
-        write_logs(experiment.outcomes, folder / "decisions")
+        progress.start("twin and record")
+        with _on_signals(lambda frame: None):  # what is finished is worth these seconds
+            record = summary.record(experiment, cfg, folder, status, reason)
+            path = save(record, folder)
+            write_logs(experiment.outcomes, folder / "decisions")
         record = settings.tracker.publish(record, path)
         html.write(record, folder / "report.html")
     table.show(record)
@@ -72,13 +78,19 @@ def run(cfg: DictConfig, folder: Path) -> None:
     summary.check_activity(experiment, dict(record.activity))
 
 
-def _interrupt_on_terminate() -> None:
-    """A polite kill keeps what is finished, like Ctrl-C."""
+@contextmanager
+def _on_signals(act: Callable[[FrameType | None], None]) -> Iterator[None]:
+    """What Ctrl-C and a polite kill do meanwhile."""
 
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
+    def handle(number: int, frame: FrameType | None) -> None:
+        act(frame)
 
-    signal.signal(signal.SIGTERM, stop)
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 if __name__ == "__main__":

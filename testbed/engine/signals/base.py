@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-from hydra.utils import instantiate
+from hydra.utils import get_class
 from omegaconf import OmegaConf
 from torch import Tensor
 
@@ -177,7 +177,7 @@ def build_sources(
         overrides: name -> keys that replace those of its YAML.
 
     Raises:
-        SignalError: no YAML of that name.
+        SignalError: no YAML of that name, or an argument it does not have.
     """
     folder = resources.files("conf") / "signal"
     known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
@@ -186,7 +186,13 @@ def build_sources(
         raise SignalError(f"unknown signal {unknown[0]!r}; known: {', '.join(known)}")
     sources = {}
     for name in sorted(names):
-        config = OmegaConf.create((folder / f"{name}.yaml").read_text())
-        config = OmegaConf.merge(config, (overrides or {}).get(name, {}))
-        sources[name] = instantiate(config, context=context)
+        arguments: Any = OmegaConf.to_container(OmegaConf.create((folder / f"{name}.yaml").read_text()))
+        target = get_class(arguments.pop("_target_"))
+        given = (overrides or {}).get(name, {})
+        surplus = sorted(set(given) - set(arguments))
+        if surplus:
+            allowed = ", ".join(sorted(arguments)) or "none"
+            raise SignalError(f"unknown key 'signals.{name}.{surplus[0]}'; there are: {allowed}")
+        # Called here and not through Hydra's instantiate, which would bury a source's own error in one of its own.
+        sources[name] = target(context=context, **(arguments | dict(given)))
     return sources

@@ -1,0 +1,144 @@
+"""From the configuration to what a run needs, built and checked before anything costly begins."""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from kernels.api import BACKENDS
+from policies.base import Policy, Tier
+from testbed.cache.archive import check_folder
+from testbed.cache.layout import CacheConfig
+from testbed.calibrate import CalibrationConfig
+from testbed.compose import full_policy, policy_from
+from testbed.engine.session import SessionConfig
+from testbed.results.tracker import Tracker
+from testbed.sim import hardware
+from testbed.workloads.base import Workload
+
+# What the configuration may hold besides the arguments of parts; "" is its root.
+KEYS = {
+    "": {"policy", "model", "workload", "cache", "calibration", "wandb", "seed", "budget", "engine", "twin", "signals"},
+    "budget": {"fraction"},
+    "engine": {"chunk_tokens", "kernel", "threads"},
+}
+
+
+class ConfigError(ValueError):
+    """A value of the configuration that can't be used; names key, value and what is allowed."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything a run needs, built and checked before the model is loaded."""
+
+    policy: Policy
+    full: Policy
+    workload: Workload
+    cache: CacheConfig
+    calibration: CalibrationConfig
+    tracker: Tracker
+    budget_fraction: float | None
+    chunk_tokens: int
+    kernel: str | None
+    threads: int | None
+    signals: dict[str, dict[str, object]]
+    twin: tuple[str, ...]
+    seed: int
+
+    @property
+    def compresses(self) -> bool:
+        """False for the full cache itself, under whatever name."""
+        return replace(self.policy, name="", budget_fraction=None) != replace(self.full, name="", budget_fraction=None)
+
+    def session_config(self, full: bool) -> SessionConfig:
+        """Of the policy's sessions, or of the full cache's."""
+        fraction = self.budget_fraction if self.compresses and not full else None
+        return SessionConfig(self.cache, fraction, self.kernel, self.seed, {} if full else self.signals)
+
+
+def build(node: Any, what: str) -> Any:
+    """Instantiates a config node; what a part refuses comes out as its own error, without Hydra's wrapping."""
+    try:
+        return instantiate(node, _convert_="all")
+    except InstantiationException as error:
+        if isinstance(error.__cause__, (ValueError, RuntimeError)):
+            raise error.__cause__ from None
+        raise ConfigError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def setup(cfg: DictConfig) -> Setup:
+    """Checks the whole configuration and builds all that is cheap.
+
+    Raises:
+        ValueError: naming key, value and what is allowed.
+    """
+    _check_keys(cfg)
+    policy = policy_from(cfg)
+    fraction = cfg.budget.fraction if cfg.budget.fraction is not None else policy.budget_fraction
+    ok = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and math.isfinite(fraction)
+    if fraction is not None and (not ok or not 0.0 < fraction <= 1.0):
+        raise ConfigError(f"budget.fraction={fraction!r}: must be above 0 and at most 1, or null for no limit")
+    for key, value, optional in (
+        ("seed", cfg.seed, False),
+        ("engine.chunk_tokens", cfg.engine.chunk_tokens, False),
+        ("engine.threads", cfg.engine.threads, True),
+    ):
+        least = 0 if key == "seed" else 1
+        if value is None and optional:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigError(f"{key}={value!r}: must be a whole number of at least {least}")
+    cores = os.cpu_count() or 1
+    if cfg.engine.threads is not None and cfg.engine.threads > cores:
+        raise ConfigError(
+            f"engine.threads={cfg.engine.threads}: this machine has {cores} cores; or null for all of them"
+        )
+    if cfg.engine.kernel is not None and cfg.engine.kernel not in BACKENDS:
+        raise ConfigError(
+            f"engine.kernel={cfg.engine.kernel!r}: must be one of {', '.join(BACKENDS)}, or null for the fastest here"
+        )
+    signals: Any = OmegaConf.to_container(cfg.signals, resolve=True)
+    cache: CacheConfig = build(cfg.cache, "cache")
+    if policy.eviction.victim_tier == Tier.L3:
+        check_folder(cache.archive_folder())
+    return Setup(
+        policy=policy,
+        full=full_policy(),
+        workload=build(cfg.workload, "workload"),
+        cache=cache,
+        calibration=build(cfg.calibration, "calibration"),
+        tracker=build(cfg.wandb, "wandb"),
+        budget_fraction=None if fraction is None else float(fraction),
+        chunk_tokens=cfg.engine.chunk_tokens,
+        kernel=cfg.engine.kernel,
+        threads=cfg.engine.threads,
+        signals=signals,
+        twin=_machines(cfg.twin),
+        seed=cfg.seed,
+    )
+
+
+def _check_keys(cfg: DictConfig) -> None:
+    """Refuses what `+key=value` added where nothing reads it; parts refuse what they don't know themselves."""
+    for where, known in KEYS.items():
+        unknown = sorted(set(map(str, OmegaConf.select(cfg, where) if where else cfg)) - known)
+        if unknown:
+            key = f"{where}.{unknown[0]}" if where else unknown[0]
+            raise ConfigError(f"unknown key {key!r}; there are: {', '.join(sorted(known))}")
+
+
+def _machines(names: object) -> tuple[str, ...]:
+    """The twin's machines, looked up now and not after the run."""
+    if not isinstance(names, ListConfig) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"twin={names!r}: must be a list of names of conf/hardware, such as [local, h200]")
+    for name in names:
+        if name != "local":  # measuring this machine waits until the threads are set
+            hardware.load(name)
+    return tuple(names)
