@@ -129,15 +129,15 @@ def test_fork_goes_on_as_its_origin_would_have(name: str) -> None:
     assert diff(alone.log(), straight.log()) is None
 
 
-@pytest.mark.parametrize("fraction", [0.35, 0.6])
+@pytest.mark.parametrize("fraction", [0.33, 0.6])
 @pytest.mark.parametrize("name", ACTING)
 def test_budget_is_kept_at_every_step(name: str, fraction: float) -> None:
     session = begin(name, fraction)
     seen = []
 
     def check() -> None:
-        budget = session.device_budget_bytes(session.cache.length_tokens)
-        assert budget is not None
+        # K and V in bf16 of 3 layers, 2 KV heads, 16 channels.
+        budget = int(fraction * session.cache.length_tokens * 2 * 2 * 3 * 2 * 16)
         ledger = session.cache.ledger()
         assert ledger.used_device_bytes <= budget
         seen.append(ledger.used_device_bytes / budget)
@@ -224,7 +224,7 @@ def test_cold_start_is_the_full_cache_until_it_ends() -> None:
     ours, exact = decode(short, text(60, 4)), decode(full, text(60, 4))
     before = 100 - 70 - 1  # the plan of the step that makes it 100 tokens is the first real one
     assert torch.equal(ours[:before], exact[:before])
-    assert not torch.equal(ours[before:], exact[before:])
+    assert not torch.equal(ours[before], exact[before])
     dense = [all(step.pages[mode] == 0 for mode in step.pages if mode != "exact") for step in short.log().decode]
     assert all(dense[:before])
     assert not all(dense[before:])
@@ -235,8 +235,12 @@ def test_plans_come_every_k_steps_and_at_each_new_page() -> None:
     session = Run(fraction=0.5, cache=BF16).start(policy, text(CONTEXT))
     decode(session, text(40, 2))
     planned = {step.step - 1 for step in session.log().decode if step.planned}  # a step is logged once it is done
-    new_page = {step for step in range(40) if (CONTEXT + step) % 16 == 0}
-    assert planned == set(range(0, 40, 6)) | new_page
+    expected, last = set(), -1  # the context's own plan is the first
+    for step in range(40):
+        if step - last == 6 or (CONTEXT + step) % 16 == 0:
+            expected.add(step)
+            last = step
+    assert planned == expected
 
 
 def test_log_counts_what_the_cache_holds() -> None:
