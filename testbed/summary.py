@@ -60,8 +60,8 @@ def _quality(outcomes: Sequence[Outcome], seed: int, groups: Sequence[str]) -> l
     if scored:
         policy, full = ([float(x or 0.0) for x in side] for side in zip(*scored, strict=True))
         out += [
-            number("task.score", stats.mean(policy, seed, groups)),
-            number("task.score_full", stats.mean(full, seed, groups)),
+            number("task.score", stats.proportion(policy, seed, groups)),
+            number("task.score_full", stats.proportion(full, seed, groups)),
             number("quality.kept", stats.kept(policy, full, seed, groups)),
         ]
     return out
