@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import tempfile
+import weakref
 from pathlib import Path
 
 import torch
@@ -52,6 +53,7 @@ class FilePool:
         self.compute_device = compute_device
         self.slots = SlotMap()
         self._file: int | None = None
+        self._remove: weakref.finalize | None = None
         self.path: Path | None = None
         self._returned_pages = 0  # free slots whose blocks the file system has back
 
@@ -61,6 +63,7 @@ class FilePool:
             check_folder(self.folder)
             handle, name = tempfile.mkstemp(prefix=f"pages-{self.fmt.name}-", suffix=".kv", dir=self.folder)
             self._file, self.path = handle, Path(name)
+            self._remove = weakref.finalize(self, _close_and_remove, handle, self.path)
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             about = {
                 "format": self.fmt.name,
@@ -156,16 +159,15 @@ class FilePool:
         return other
 
     def close(self) -> None:
-        """Closes and removes the file."""
-        if self._file is not None:
-            os.close(self._file)
-            assert self.path is not None
-            self.path.unlink(missing_ok=True)
-            self._file = self.path = None
+        """Closes and removes the file; a pool that was forgotten does so when it is collected."""
+        if self._remove is not None:
+            self._remove()
+        self._file = self.path = self._remove = None
 
-    def __del__(self) -> None:
-        """A pool that was forgotten leaves no file behind."""
-        self.close()
+
+def _close_and_remove(handle: int, path: Path) -> None:
+    os.close(handle)
+    path.unlink(missing_ok=True)
 
 
 def _punch(handle: int, offset: int, length: int) -> bool:

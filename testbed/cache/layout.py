@@ -32,7 +32,7 @@ class CacheConfig:
     page_tokens: int = 16
     dtype: str = "bfloat16"
     sink_tokens: int = 16
-    hot_tokens: int = 64
+    hot_tokens: int = 48
     slab_pages: int = 64
     prototypes: int = 1
     l3_path: str | None = None

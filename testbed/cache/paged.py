@@ -66,6 +66,7 @@ class PagedCache:
         self._bounds = torch.zeros(2, self.streams, 0, head_dim, dtype=config.torch_dtype) if with_bounds else None
         # Sums over the pages in BACKGROUND mode: [S, 2 * D + 1] (keys, values, tokens).
         self._background_sum: Tensor | None = None
+        self.background_slot = torch.full((self.streams,), -1, dtype=torch.int32)
         self.tables: Tables | None = None
         self._write_slots: Tensor | None = None
         self._write_offsets: Tensor | None = None
@@ -375,13 +376,18 @@ class PagedCache:
         """One state per stream: mean key, mean value, log of the number of tokens they stand for."""
         if self._background_sum is None:
             return
-        if not self.background.used_pages:
-            self.background.allocate(self.streams)
         d = self.head_dim
-        tokens = self._background_sum[:, 2 * d :].clamp(min=1.0)
-        k, v = (self._background_sum[:, i * d : (i + 1) * d] / tokens for i in range(2))
+        used = (self._background_sum[:, 2 * d] > 0.5).cpu()  # a whole number of tokens, so never near the bound
+        held = self.background_slot >= 0
+        self.background.free(self.background_slot[held & ~used].long())
+        self.background_slot[held & ~used] = -1
+        fresh = (used & ~held).nonzero().flatten()
+        self.background_slot[fresh] = self.background.allocate(len(fresh)).int()
+        sums = self._background_sum[used.to(self.device)]
+        tokens = sums[:, 2 * d :]
+        k, v = (sums[:, i * d : (i + 1) * d] / tokens for i in range(2))
         blobs = encode_prototypes(self.background.fmt, k.unsqueeze(1), v.unsqueeze(1), tokens.log2())
-        self.background.write(torch.arange(self.streams), blobs)
+        self.background.write(self.background_slot[used].long(), blobs)
 
     # --- a step ----------------------------------------------------------------------------------------------
 
@@ -458,6 +464,7 @@ class PagedCache:
         other.prototypes, other.background = self.prototypes.clone(), self.background.clone()
         other.state = {name: value.clone() for name, value in self.state.items()}
         other._bounds = None if self._bounds is None else self._bounds.clone()
+        other.background_slot = self.background_slot.clone()
         if self._background_sum is not None:
             other._background_sum = self._background_sum.clone()
         other._first_position = self._first_position.clone()

@@ -65,7 +65,7 @@ def build_tables(cache: PagedCache) -> Tables:
     page = torch.arange(pages, dtype=torch.int32).expand(streams, pages)
     background = (mode == Mode.BACKGROUND).any(1, keepdim=True)
     if bool(background.any()):
-        own = torch.arange(streams, dtype=torch.int32).unsqueeze(1)
+        own = cache.background_slot.unsqueeze(1)
         last = torch.full((streams, 1), BACKGROUND_POOL, dtype=torch.int8)
         columns = (torch.cat((pool, last), 1), torch.cat((slot, own), 1), torch.cat((page, 0 * own), 1))
     else:

@@ -125,7 +125,7 @@ def test_age_counts_from_the_newest_token() -> None:
 def test_bytes_that_small_streams_can_not_use_go_to_the_large_ones() -> None:
     """Three streams may keep a window only, three everything: a budget for exactly that is enough."""
     classes = torch.tensor([[Head.LOCAL, Head.GLOBAL]] * LAYERS, dtype=torch.int8)
-    policy = compose_policy("redknot+elastic", ["policy.format.int8_layers=0", "policy.budget.local_tokens=80"])
+    policy = compose_policy("redknot+elastic", ["policy.format.global_format=int4", "policy.budget.local_tokens=80"])
     signals = replace(first_signals(policy.needs), classes=classes, length_tokens=24 * 16)
     pages = LAYERS * (21 + 3)  # 24 less 3 hot; of the 5 in the window 2 are hot
     exact_bytes = int(fixed_bytes(signals).sum()) + pages * PAGE_BYTES.int4
