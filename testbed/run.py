@@ -66,6 +66,8 @@ def run(cfg: DictConfig, folder: Path) -> None:
                 raise
         progress.start("twin and record")
         with _on_signals(lambda frame: None):  # what is finished is worth these seconds
+            if status == "complete" and (idle := summary.idle(experiment)):
+                status, reason = "failed", idle
             record = summary.record(experiment, cfg, folder, status, reason)
             path = save(record, folder)
             write_logs(experiment.outcomes, folder / "decisions")
@@ -75,7 +77,8 @@ def run(cfg: DictConfig, folder: Path) -> None:
     print(f"record: {path}")
     if status == "partial":
         raise KeyboardInterrupt
-    summary.check_activity(experiment, dict(record.activity))
+    if status == "failed":
+        raise summary.ActivityError(reason)
 
 
 @contextmanager

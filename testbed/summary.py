@@ -151,8 +151,10 @@ def _kind_of(source: str, target: str) -> str:
     if target == Tier.DROPPED.name:
         return "dropped"
     if source == target:
-        return "converted in place"
-    return "demoted" if source < target else "promoted"
+        return "converted_in_place"
+    if source > target:
+        return "promoted"
+    return "demoted_off_device" if target in (Tier.L2.name, Tier.L3.name) else "left_hot"
 
 
 def _digest(decisions: Sequence[DecisionLog]) -> str:
@@ -162,25 +164,18 @@ def _digest(decisions: Sequence[DecisionLog]) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def check_activity(run: Experiment, seen: dict[str, Any]) -> None:
-    """Raises ActivityError if a policy other than the full cache left every page as it was."""
+def idle(run: Experiment) -> str:
+    """Why the run proves nothing: a policy other than the full cache that left every page as it was; else empty."""
     if not run.settings.compresses:
-        return
-    modes = seen["pages_by_mode_at_end"]
-    approximated = sum(modes.get(name, 0) for name in ("cluster", "background", "skip"))
-    left_hot = seen["pages_moved"].get("dropped", 0)
-    demoted = sum(
-        move.pages
-        for log in logs(run.outcomes, full=False)
-        for step in log.steps
-        for move in step.moves
-        if move.target in ("L2", "L3")
+        return ""
+    seen = activity(run)
+    acted = seen["pages_quantised"] or any(seen["pages_moved"].get(kind) for kind in ("dropped", "demoted_off_device"))
+    if acted or any(seen["pages_by_mode_at_end"].get(mode) for mode in ("cluster", "background", "skip")):
+        return ""
+    return (
+        f"policy {run.settings.policy.name} dropped, demoted, quantised and approximated nothing: it is the full cache "
+        "under another name; lower budget.fraction or lengthen the context"
     )
-    if not (approximated or left_hot or demoted or seen["pages_quantised"]):
-        raise ActivityError(
-            f"policy {run.settings.policy.name} dropped, demoted, quantised and approximated nothing: it is the full "
-            "cache under another name; lower budget.fraction or lengthen the context"
-        )
 
 
 def bytes_by_place(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:

@@ -50,14 +50,16 @@ class Ledger:
             for (tier, code), count in pages.items()
         }
         clusters = int((state["mode"] == Mode.CLUSTER).sum())
-        used["L1/prototype"] = clusters * cache.prototypes.fmt.page_bytes
-        used["L1/background"] = cache.background.used_pages * cache.background.fmt.page_bytes
+        used["L1/prototype"] = clusters * cache.approximations.prototypes.fmt.page_bytes
+        used["L1/background"] = (
+            cache.approximations.background.used_pages * cache.approximations.background.fmt.page_bytes
+        )
         used["L1/tables"] = state["mode"].numel() * TABLE_BYTES_PER_PAGE
         used["L1/bounds"] = cache.bounds_bytes
         held = {tier.name: 0 for tier in Tier if tier != Tier.DROPPED}
         for (tier, _), pool in cache.pools.items():
             held[tier.name] += pool.held_bytes
-        held["L1"] += cache.prototypes.held_bytes + cache.background.held_bytes
+        held["L1"] += cache.approximations.prototypes.held_bytes + cache.approximations.background.held_bytes
         held["L1"] += used["L1/tables"] + used["L1/bounds"]
         return Ledger(pages, {name: count for name, count in used.items() if count}, held)
 
@@ -103,7 +105,10 @@ def facts(cache: PagedCache) -> dict[str, dict[str, int]]:
             read_tokens[name] = read_tokens.get(name, 0) + count * cache.config.page_tokens
     clusters = pages["cluster"]
     backgrounds = int((mode == Mode.BACKGROUND).any(1).sum())
-    read_bytes["L1"] += clusters * cache.prototypes.fmt.page_bytes + backgrounds * cache.background.fmt.page_bytes
+    read_bytes["L1"] += (
+        clusters * cache.approximations.prototypes.fmt.page_bytes
+        + backgrounds * cache.approximations.background.fmt.page_bytes
+    )
     read_tokens |= {"prototype": clusters * cache.config.prototypes, "background": backgrounds}
     held = Ledger.of(cache).held_bytes
     return {"pages": pages, "read_bytes": read_bytes, "read_tokens": read_tokens, "held_bytes": dict(held)}

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from kernels import api
-from kernels.pages import PageFormat, decode, encode, encode_prototypes, make_prototypes
+from kernels.pages import PageFormat, decode, encode
 from policies.base import Format, Mode, PageBytes, Plan, Tier
+from testbed.cache.approximate import Approximations
 from testbed.cache.archive import FilePool, check_folder
 from testbed.cache.layout import CacheConfig, Hot
 from testbed.cache.ledger import Ledger, facts
+from testbed.cache.moves import count, groups
 from testbed.cache.pool import CacheError, PageStore, SlabPool
 from testbed.cache.table import Tables, build_tables
 from testbed.decisions import Move
@@ -54,19 +56,19 @@ class PagedCache:
         self.page_bytes: PageBytes = config.page_bytes(head_dim, with_bounds)
         self.length_tokens = 0
         self.pools = self._make_pools()
-        self.prototypes = self._slab_pool(config.prototype_format(head_dim))
-        self.background = self._slab_pool(config.background_format(head_dim))
+        self.approximations = Approximations(
+            self.streams,
+            head_dim,
+            self._slab_pool(config.prototype_format(head_dim)),
+            self._slab_pool(config.background_format(head_dim)),
+        )
         self.state = {
             "mode": torch.zeros(self.streams, 0, dtype=torch.int8),
             "format": torch.zeros(self.streams, 0, dtype=torch.int8),
             "tier": torch.zeros(self.streams, 0, dtype=torch.int8),
             "slot": torch.zeros(self.streams, 0, dtype=torch.int32),
-            "prototype": torch.zeros(self.streams, 0, dtype=torch.int32),
         }
         self._bounds = torch.zeros(2, self.streams, 0, head_dim, dtype=config.torch_dtype) if with_bounds else None
-        # Sums over the pages in BACKGROUND mode: [S, 2 * D + 1] (keys, values, tokens).
-        self._background_sum: Tensor | None = None
-        self.background_slot = torch.full((self.streams,), -1, dtype=torch.int32)
         self.tables: Tables | None = None
         self._write_slots: Tensor | None = None
         self._write_offsets: Tensor | None = None
@@ -92,7 +94,12 @@ class PagedCache:
     def kernel_pools(self) -> tuple[api.Pool, ...]:
         """Pools on the device in the order `table` numbers them."""
         level_1 = [self.pools[Tier.L1, code] for code in Format]
-        every = (self.pools[Tier.L0, Format.COMPUTE], *level_1, self.prototypes, self.background)
+        every = (
+            self.pools[Tier.L0, Format.COMPUTE],
+            *level_1,
+            self.approximations.prototypes,
+            self.approximations.background,
+        )
         return tuple(pool.kernel_view() for pool in every if isinstance(pool, SlabPool))
 
     @property
@@ -153,12 +160,12 @@ class PagedCache:
             at[:, 0] += rows.start
             flat_k, flat_v = k[at[:, 0] - rows.start, at[:, 1]], v[at[:, 0] - rows.start, at[:, 1]]
             self._store(at, flat_k, flat_v, target)
-            self._update_prototypes(at, flat_k, flat_v, target)
+            self.approximations.update(at, flat_k, flat_v, target["mode"], torch.zeros_like(target["mode"]))
             if free_source:
                 keys[layer] = values[layer] = torch.empty(0)
         for name in ("mode", "format", "tier"):
             self.state[name] = target[name]
-        self._write_background()
+        self.approximations.settle(target["mode"])
         self.tables = build_tables(self)
         return self._moves_of_load(target)
 
@@ -178,7 +185,7 @@ class PagedCache:
     def _moves_of_load(self, target: dict[str, Tensor]) -> list[Move]:
         zero = torch.zeros_like(target["tier"])
         source = {"tier": zero + int(Tier.L1), "format": zero + int(Format.COMPUTE)}
-        return list(self._count_moves(source, target))
+        return count(source, target, self.formats)
 
     # --- plans -----------------------------------------------------------------------------------------------
 
@@ -202,19 +209,15 @@ class PagedCache:
             return []
         gone = changed & (target["tier"] == Tier.DROPPED)
         moved = changed & ~gone
-        modes = target["mode"] != state["mode"]
-        touched = ((state["mode"] == Mode.BACKGROUND) | (target["mode"] == Mode.BACKGROUND)) & modes
-        touched |= (target["mode"] == Mode.CLUSTER) & (state["prototype"] < 0)
-        moves = list(self._count_moves(source, target))
+        touched = self.approximations.lacking(target["mode"], state["mode"])
+        moves = count(source, target, self.formats)
         for at, k, v in self._read(touched.nonzero()):
-            self._update_prototypes(at, k, v, target)
-        self._forget_prototypes((target["mode"] != Mode.CLUSTER) & (state["prototype"] >= 0))
+            self.approximations.update(at, k, v, target["mode"], state["mode"])
+        self.approximations.settle(target["mode"])
         self._relocate(moved.nonzero(), target)
         self._release(gone.nonzero(), state["tier"], state["format"], state["slot"])
         for name in ("mode", "format", "tier"):
             state[name] = target[name]
-        if bool(touched.any()):
-            self._write_background()
         self.tables = build_tables(self)
         return moves
 
@@ -263,10 +266,10 @@ class PagedCache:
             "format": torch.zeros(self.streams, missing, dtype=torch.int8),
             "tier": torch.full((self.streams, missing), int(Tier.L0), dtype=torch.int8),
             "slot": (region + self.hot.slot(new_pages)).int(),
-            "prototype": torch.full((self.streams, missing), -1, dtype=torch.int32),
         }
         for name, value in fill.items():
             self.state[name] = torch.cat((self.state[name], value), dim=1)
+        self.approximations.grow(missing)
         if self._bounds is not None:
             empty = torch.empty(1, self.streams, missing, self.head_dim, dtype=self._bounds.dtype)
             fresh = torch.cat((empty.fill_(torch.inf), torch.full_like(empty, -torch.inf)))
@@ -274,18 +277,10 @@ class PagedCache:
 
     # --- moving pages ----------------------------------------------------------------------------------------
 
-    def _groups(self, at: Tensor, tier: Tensor, fmt: Tensor) -> Iterator[tuple[Tier, Format, Tensor]]:
-        """Splits page addresses at [M, 2] by (tier, format)."""
-        if not len(at):
-            return
-        key = tier[at[:, 0], at[:, 1]].long() * len(Format) + fmt[at[:, 0], at[:, 1]]
-        for value in key.unique().tolist():
-            yield Tier(value // len(Format)), Format(value % len(Format)), at[key == value]
-
     def _read(self, at: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Decoded K and V of pages at [M, 2], in bounded blocks: (at, k [m, P, D], v [m, P, D]) float32."""
         state = self.state
-        for tier, code, group in self._groups(at, state["tier"], state["format"]):
+        for tier, code, group in groups(at, state["tier"], state["format"]):
             for block in group.split(READ_BLOCK_PAGES):
                 blobs = self.pools[tier, code].read(state["slot"][block[:, 0], block[:, 1]].long())
                 yield block, *decode(self.formats[code], blobs)
@@ -294,7 +289,7 @@ class PagedCache:
         """Encodes pages into the pools the target names and notes their slots."""
         index = torch.full((self.streams, self.state["slot"].shape[1]), -1)
         index[at[:, 0], at[:, 1]] = torch.arange(len(at))
-        for tier, code, group in self._groups(at, target["tier"], target["format"]):
+        for tier, code, group in groups(at, target["tier"], target["format"]):
             rows = index[group[:, 0], group[:, 1]]
             self._put(tier, code, group, encode(self.formats[code], k[rows], v[rows]))
 
@@ -313,8 +308,8 @@ class PagedCache:
         if not len(at):
             return
         old_slot = state["slot"].clone()
-        for tier, code, group in self._groups(at, state["tier"], state["format"]):
-            for new_tier, new_code, part in self._groups(group, target["tier"], target["format"]):
+        for tier, code, group in groups(at, state["tier"], state["format"]):
+            for new_tier, new_code, part in groups(group, target["tier"], target["format"]):
                 for block in part.split(READ_BLOCK_PAGES):
                     blobs = self.pools[tier, code].read(old_slot[block[:, 0], block[:, 1]].long())
                     if new_code != code:
@@ -324,70 +319,9 @@ class PagedCache:
 
     def _release(self, at: Tensor, tier: Tensor, fmt: Tensor, slot: Tensor) -> None:
         """Frees the slots that pages were in; L0 slots are a ring and are simply written over."""
-        for old_tier, code, group in self._groups(at, tier, fmt):
+        for old_tier, code, group in groups(at, tier, fmt):
             if old_tier not in (Tier.L0, Tier.DROPPED):
                 self.pools[old_tier, code].free(slot[group[:, 0], group[:, 1]].long())
-
-    def _count_moves(self, source: dict[str, Tensor], target: dict[str, Tensor]) -> Iterator[Move]:
-        """What changes place or format, summed over streams."""
-        key = (source["tier"].long() * 8 + target["tier"]) * 8 + target["format"]
-        key = key * 2 + ((target["mode"] == Mode.EXACT) & (target["tier"] == Tier.L1))
-        changed = (source["tier"] != target["tier"]) | (source["format"] != target["format"])
-        values, counts = key[changed].unique(return_counts=True)
-        for value, pages in zip(values.tolist(), counts.tolist(), strict=True):
-            rest, demand = divmod(value, 2)
-            rest, code = divmod(rest, 8)
-            old, new = (Tier(index) for index in divmod(rest, 8))
-            each = 0 if new == Tier.DROPPED else self.formats[Format(code)].page_bytes
-            fetched = bool(demand) and old > Tier.L1
-            yield Move(old.name, new.name, each * pages, pages, Format(code).name.lower(), fetched)
-
-    # --- prototypes and background ---------------------------------------------------------------------------
-
-    def _update_prototypes(self, at: Tensor, k: Tensor, v: Tensor, target: dict[str, Tensor]) -> None:
-        """Makes prototypes for pages that turn CLUSTER; adds or takes off pages that enter or leave BACKGROUND."""
-        if not len(at):
-            return
-        row, page = at[:, 0], at[:, 1]
-        new_mode, old_mode = target["mode"][row, page], self.state["mode"][row, page]
-        make = (new_mode == Mode.CLUSTER) & (self.state["prototype"][row, page] < 0)
-        if bool(make.any()):
-            slots = self.prototypes.allocate(int(make.sum()))
-            means = make_prototypes(k[make], v[make], self.config.prototypes)
-            self.prototypes.write(slots, encode_prototypes(self.prototypes.fmt, *means))
-            self.state["prototype"][row[make], page[make]] = slots.int()
-        enters = (new_mode == Mode.BACKGROUND).float()
-        leaves = (old_mode == Mode.BACKGROUND).float() if self.tables else torch.zeros_like(enters)
-        sign = enters - leaves
-        if bool(sign.any()):
-            if self._background_sum is None:
-                self._background_sum = torch.zeros(self.streams, 2 * self.head_dim + 1, device=self.device)
-            tokens = torch.full((len(at), 1), float(k.shape[1]), device=self.device)
-            total = torch.cat((k.float().sum(1), v.float().sum(1), tokens), dim=1)
-            self._background_sum.index_add_(0, row.to(self.device), total * sign.to(self.device).unsqueeze(1))
-
-    def _forget_prototypes(self, where: Tensor) -> None:
-        at = where.nonzero()
-        if len(at):
-            self.prototypes.free(self.state["prototype"][at[:, 0], at[:, 1]].long())
-            self.state["prototype"][at[:, 0], at[:, 1]] = -1
-
-    def _write_background(self) -> None:
-        """One state per stream: mean key, mean value, log of the number of tokens they stand for."""
-        if self._background_sum is None:
-            return
-        d = self.head_dim
-        used = (self._background_sum[:, 2 * d] > 0.5).cpu()  # a whole number of tokens, so never near the bound
-        held = self.background_slot >= 0
-        self.background.free(self.background_slot[held & ~used].long())
-        self.background_slot[held & ~used] = -1
-        fresh = (used & ~held).nonzero().flatten()
-        self.background_slot[fresh] = self.background.allocate(len(fresh)).int()
-        sums = self._background_sum[used.to(self.device)]
-        tokens = sums[:, 2 * d :]
-        k, v = (sums[:, i * d : (i + 1) * d] / tokens for i in range(2))
-        blobs = encode_prototypes(self.background.fmt, k.unsqueeze(1), v.unsqueeze(1), tokens.log2())
-        self.background.write(self.background_slot[used].long(), blobs)
 
     # --- a step ----------------------------------------------------------------------------------------------
 
@@ -461,20 +395,18 @@ class PagedCache:
         """An independent copy that goes on from here."""
         other = copy.copy(self)
         other.pools = {key: pool.clone() for key, pool in self.pools.items()}
-        other.prototypes, other.background = self.prototypes.clone(), self.background.clone()
+        other.approximations = self.approximations.clone()
         other.state = {name: value.clone() for name, value in self.state.items()}
         other._bounds = None if self._bounds is None else self._bounds.clone()
-        other.background_slot = self.background_slot.clone()
-        if self._background_sum is not None:
-            other._background_sum = self._background_sum.clone()
         other._first_position = self._first_position.clone()
         other.tables = build_tables(other)
         return other
 
     def close(self) -> None:
         """Frees everything, the L3 files too."""
-        for pool in (*self.pools.values(), self.prototypes, self.background):
+        for pool in self.pools.values():
             pool.close()
+        self.approximations.close()
 
     def check_archive(self) -> None:
         """Raises ArchiveError if L3 pages could not be written."""

@@ -61,11 +61,11 @@ def build_tables(cache: PagedCache) -> Tables:
     exact, cluster = mode == Mode.EXACT, mode == Mode.CLUSTER
     pool = torch.where(state["tier"] == Tier.L0, L0_POOL, L1_POOL + state["format"])
     pool = torch.where(cluster, PROTOTYPE_POOL, pool).to(torch.int8)
-    slot = torch.where(cluster, state["prototype"], state["slot"])
+    slot = torch.where(cluster, cache.approximations.slot, state["slot"])
     page = torch.arange(pages, dtype=torch.int32).expand(streams, pages)
     background = (mode == Mode.BACKGROUND).any(1, keepdim=True)
     if bool(background.any()):
-        own = cache.background_slot.unsqueeze(1)
+        own = cache.approximations.background_slot.unsqueeze(1)
         last = torch.full((streams, 1), BACKGROUND_POOL, dtype=torch.int8)
         columns = (torch.cat((pool, last), 1), torch.cat((slot, own), 1), torch.cat((page, 0 * own), 1))
     else:

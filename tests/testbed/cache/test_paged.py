@@ -146,7 +146,7 @@ def check_ledger(cache: PagedCache) -> None:
 
 
 def every_pool(cache: PagedCache) -> list:
-    return [*cache.pools.values(), cache.prototypes, cache.background]
+    return [*cache.pools.values(), cache.approximations.prototypes, cache.approximations.background]
 
 
 @settings(max_examples=25, deadline=None)
@@ -195,7 +195,7 @@ def test_prototype_of_equal_tokens_is_exact() -> None:
         for head in range(HK):
             want = expected(q[layer, head], k[layer][head], v[layer][head], keep, tokens)
             assert torch.allclose(out[layer, head], want, atol=1e-4)
-    assert cache.ledger().used_bytes["L1/prototype"] == L * HK * cache.prototypes.fmt.page_bytes
+    assert cache.ledger().used_bytes["L1/prototype"] == L * HK * cache.approximations.prototypes.fmt.page_bytes
     check_ledger(cache)
 
 
