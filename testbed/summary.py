@@ -152,8 +152,10 @@ def _kind_of(source: str, target: str) -> str:
         return "dropped"
     if source == target:
         return "converted_in_place"
-    if source > target:
-        return "promoted"
+    if target == Tier.L0.name:
+        return "placed_hot"
+    if source in (Tier.L2.name, Tier.L3.name):
+        return "promoted" if target == Tier.L1.name else "moved_off_device"
     return "demoted_off_device" if target in (Tier.L2.name, Tier.L3.name) else "left_hot"
 
 

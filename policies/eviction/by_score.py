@@ -6,35 +6,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies.base import Signals, Tier
-from policies.checks import require_choice
-
-VICTIM_TIERS = {"l2": Tier.L2, "l3": Tier.L3, "dropped": Tier.DROPPED}
+from policies.base import Signals
+from policies.eviction.victim import Victim
 
 
 @dataclass(frozen=True)
-class ByScore:
-    """Rank = the predictor's score.
-
-    Attributes:
-        victim: where a page that no longer fits goes: l2, l3 or dropped.
-    """
-
-    victim: str
-
-    def __post_init__(self) -> None:
-        """Refuses an unknown tier."""
-        require_choice(self, "victim", VICTIM_TIERS)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """No signal."""
-        return frozenset()
-
-    @property
-    def victim_tier(self) -> Tier:
-        """Where victims go."""
-        return VICTIM_TIERS[self.victim]
+class ByScore(Victim):
+    """Rank = the predictor's score."""
 
     def rank(self, signals: Signals, score: Tensor) -> Tensor:
         """[L, Hk, N] float32."""

@@ -7,34 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import Signals, Tier
-from policies.checks import require_choice
-from policies.eviction.by_score import VICTIM_TIERS
+from policies.base import Signals
+from policies.eviction.victim import Victim
 
 
 @dataclass(frozen=True)
-class Fifo:
-    """Rank = page index.
-
-    Attributes:
-        victim: where a page that no longer fits goes: l2, l3 or dropped.
-    """
-
-    victim: str
-
-    def __post_init__(self) -> None:
-        """Refuses an unknown tier."""
-        require_choice(self, "victim", VICTIM_TIERS)
-
-    @property
-    def needs(self) -> frozenset[str]:
-        """No signal."""
-        return frozenset()
-
-    @property
-    def victim_tier(self) -> Tier:
-        """Where victims go."""
-        return VICTIM_TIERS[self.victim]
+class Fifo(Victim):
+    """Rank = page index."""
 
     def rank(self, signals: Signals, score: Tensor) -> Tensor:
         """[L, Hk, N] float32."""
