@@ -31,7 +31,12 @@ def main() -> None:
 def _hydra_main(cfg: DictConfig) -> None:
     from testbed.commands import job
 
-    job(lambda: run(cfg, Path(HydraConfig.get().runtime.output_dir)))
+    hydra_config = HydraConfig.get()
+    swapped = [item.lstrip("+") for item in hydra_config.overrides.task]
+    swapped = [item[len("policy/") :] for item in swapped if item.startswith(("policy/", "policy."))]
+    if swapped:  # a policy with another part is another policy, and its name says so
+        cfg.policy.name = " ".join([cfg.policy.name, *swapped])
+    job(lambda: run(cfg, Path(hydra_config.runtime.output_dir)))
 
 
 def run(cfg: DictConfig, folder: Path) -> None:
@@ -65,17 +70,18 @@ def run(cfg: DictConfig, folder: Path) -> None:
             if not experiment.outcomes:
                 raise
         progress.start("twin and record")
-        with _on_signals(lambda frame: None):  # what is finished is worth these seconds
+        late: list[bool] = []
+        with _on_signals(lambda frame: late.append(True)):  # what is finished is worth these seconds
             if status == "complete" and (idle := summary.idle(experiment)):
                 status, reason = "failed", idle
             record = summary.record(experiment, cfg, folder, status, reason)
             path = save(record, folder)
             write_logs(experiment.outcomes, folder / "decisions")
         record = settings.tracker.publish(record, path)
-        html.write(record, folder / "report.html")
     table.show(record)
     print(f"record: {path}")
-    if status == "partial":
+    html.write(record, folder / "report.html")
+    if status == "partial" or late:
         raise KeyboardInterrupt
     if status == "failed":
         raise summary.ActivityError(reason)

@@ -128,7 +128,10 @@ def setup(cfg: DictConfig) -> Setup:
 def _check_keys(cfg: DictConfig) -> None:
     """Refuses what `+key=value` added where nothing reads it; parts refuse what they don't know themselves."""
     for where, known in KEYS.items():
-        unknown = sorted(set(map(str, OmegaConf.select(cfg, where) if where else cfg)) - known)
+        node = OmegaConf.select(cfg, where) if where else cfg
+        if not isinstance(node, DictConfig):
+            raise ConfigError(f"{where}={node!r}: must hold the keys {', '.join(sorted(known))}")
+        unknown = sorted(set(map(str, node)) - known)
         if unknown:
             key = f"{where}.{unknown[0]}" if where else unknown[0]
             raise ConfigError(f"unknown key {key!r}; there are: {', '.join(sorted(known))}")

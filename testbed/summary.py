@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from kernels.api import choose_backend
 from policies.base import Head, Tier
 from testbed.decisions import DecisionLog
+from testbed.engine.evaluate import Answer
 from testbed.experiment import Experiment, Outcome, logs
 from testbed.results import stats
 from testbed.results.environment import environment
@@ -37,7 +38,9 @@ def results(run: Experiment) -> list[Number]:
     outcomes, seed = run.outcomes, run.settings.seed
     groups = [each.sample.context_id for each in outcomes]
     out = [
-        number("context.tokens", _mean([len(each.sample.context_tokens) for each in outcomes], seed, groups)),
+        number(
+            "context.tokens", float(np.mean([len(each.sample.context_tokens) for each in outcomes])), n=len(outcomes)
+        ),
         *_quality(outcomes, seed, groups),
         *_bytes(outcomes, seed, groups),
         number("prefill.s", _mean([each.prefill_s for each in outcomes], seed, groups)),
@@ -73,27 +76,33 @@ def _bytes(outcomes: Sequence[Outcome], seed: int, groups: Sequence[str]) -> lis
 
     full = column(lambda each: each.policy.full_bytes)
     out = [
-        number("kv.full_bytes", _mean(full, seed, groups)),
-        number("kv.device_bytes_full", _mean(column(lambda each: each.full.device_bytes), seed, groups)),
+        number("kv.full_bytes", float(np.mean(full)), n=len(full)),
+        number("kv.device_bytes_full", float(np.mean(column(lambda each: each.full.device_bytes))), n=len(full)),
     ]
     for name, held in (
         ("device", column(lambda each: each.policy.device_bytes)),
         ("total", column(lambda each: each.policy.total_bytes)),
     ):
         saved = stats.ratio([a - b for a, b in zip(full, held, strict=True)], full, seed, groups)
-        out += [number(f"kv.{name}_bytes", _mean(held, seed, groups)), number(f"kv.{name}_saved", saved)]
+        out += [number(f"kv.{name}_bytes", float(np.mean(held)), n=len(held)), number(f"kv.{name}_saved", saved)]
     return out
 
 
+def decode_ms(answer: Answer) -> float:
+    """Time per token of one answer: the median run of the model plus the mean of the planning.
+
+    The median keeps a hiccup of the machine out; planning happens in few steps, so its median would be nothing.
+    """
+    run = float(np.median([step.total_s - step.plan_s for step in answer.times]))
+    return 1e3 * (run + float(np.mean([step.plan_s for step in answer.times])))
+
+
 def _times(outcomes: Sequence[Outcome], seed: int, groups: Sequence[str]) -> list[Number]:
-    """Median step of each question, so that one hiccup of the machine is not a result; then means over questions."""
-
-    def median_ms(side: str) -> list[float]:
-        return [1e3 * float(np.median([step.total_s for step in getattr(each, side).times])) for each in outcomes]
-
-    policy, full = median_ms("policy"), median_ms("full")
-    spent = [sum(step.total_s for step in each.policy.times) for each in outcomes]
-    planned = [sum(step.plan_s for step in each.policy.times) for each in outcomes]
+    """Means over questions; the planning share counts the question's runs too, where most plans are made."""
+    policy, full = ([decode_ms(getattr(each, side)) for each in outcomes] for side in ("policy", "full"))
+    steps = [[*each.policy.turn_times, *each.policy.times] for each in outcomes]
+    spent = [sum(step.total_s for step in each) for each in steps]
+    planned = [sum(step.plan_s for step in each) for each in steps]
     return [
         number("decode.ms_per_token", _mean(policy, seed, groups)),
         number("decode.ms_per_token_full", _mean(full, seed, groups)),
@@ -193,7 +202,6 @@ def bytes_by_place(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
 
 def sample_row(each: Outcome) -> dict[str, Any]:
     """One sample as plain values."""
-    times = each.policy.times
     return {
         "id": each.sample.id,
         "context_id": each.sample.context_id,
@@ -209,8 +217,8 @@ def sample_row(each: Outcome) -> dict[str, Any]:
         "device_bytes": each.policy.device_bytes,
         "total_bytes": each.policy.total_bytes,
         "full_bytes": each.policy.full_bytes,
-        "ms_per_token": 1e3 * float(np.median([step.total_s for step in times])),
-        "ms_per_token_full": 1e3 * float(np.median([step.total_s for step in each.full.times])),
+        "ms_per_token": decode_ms(each.policy),
+        "ms_per_token_full": decode_ms(each.full),
         "prefill_s": each.prefill_s,
     }
 

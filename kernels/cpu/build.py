@@ -75,7 +75,8 @@ def _build() -> Path:
     for part in (*texts, version.encode(), " ".join(FLAGS).encode(), _cpu().encode()):
         digest.update(part + b"\0")
     target = cache_folder() / f"attend-{digest.hexdigest()[:16]}.so"
-    if target.is_file():
+    proof = target.with_suffix(".sha256")
+    if _intact(target, proof):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -88,10 +89,22 @@ def _build() -> Path:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildError(f"{compiler} failed: {done.stderr.strip()[:400]}")
+        # The proof goes first: a library without a fitting proof is built again, never loaded.
+        proof.write_text(hashlib.sha256(Path(temporary).read_bytes()).hexdigest())
         Path(temporary).replace(target)
+    except OSError as error:
+        raise BuildError(f"{target.parent} can't be written: {error}; set TESTBED_CACHE") from error
     finally:
         Path(temporary).unlink(missing_ok=True)
     return target
+
+
+def _intact(library: Path, proof: Path) -> bool:
+    """Whether the file is what was built; a truncated library would kill the process when it is loaded."""
+    try:
+        return proof.read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+    except OSError:
+        return False
 
 
 def _compiler() -> str:

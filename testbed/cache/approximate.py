@@ -29,6 +29,11 @@ class Approximations:
         # [S, 2 * D + 1]: keys, values, tokens; made when a page first turns BACKGROUND.
         self._sums: Tensor | None = None
 
+    @property
+    def sums_bytes(self) -> int:
+        """Bytes of the sums behind the background states."""
+        return 0 if self._sums is None else self._sums.nbytes
+
     def grow(self, pages: int) -> None:
         """Adds columns for new pages."""
         fresh = torch.full((len(self.slot), pages), -1, dtype=torch.int32)

@@ -33,7 +33,7 @@ class CacheConfig:
     dtype: str = "bfloat16"
     sink_tokens: int = 16
     hot_tokens: int = 48
-    slab_pages: int = 64
+    slab_pages: int = 16
     prototypes: int = 1
     l3_path: str | None = None
 
@@ -95,8 +95,9 @@ class CacheConfig:
         return Path(self.l3_path or tempfile.gettempdir())
 
 
-# Page state (mode, format, tier: 1 each; slot, prototype slot: 4 each) and kernel table (pool 1, slot 4, page 4).
-TABLE_BYTES_PER_PAGE = 3 * 1 + 2 * 4 + 1 + 4 + 4
+# Page state (mode, format, tier: 1 each; slot, prototype slot: 4 each) and kernel table (pool 1, slot 4, page 4,
+# column 8).
+TABLE_BYTES_PER_PAGE = 3 * 1 + 2 * 4 + 1 + 4 + 4 + 8
 
 
 @dataclass(frozen=True)

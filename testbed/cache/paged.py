@@ -103,6 +103,13 @@ class PagedCache:
         return tuple(pool.kernel_view() for pool in every if isinstance(pool, SlabPool))
 
     @property
+    def device_slack_bytes(self) -> int:
+        """Bytes of free page slots that the device's pools hold; what a budget must leave room for."""
+        level_1 = [self.pools[Tier.L1, code] for code in Format]
+        every = (*level_1, self.approximations.prototypes, self.approximations.background)
+        return sum(pool.slack_bytes for pool in every if isinstance(pool, SlabPool))
+
+    @property
     def bounds_bytes(self) -> int:
         """Bytes of the key bounds."""
         return 0 if self._bounds is None else self._bounds.nbytes
@@ -214,10 +221,14 @@ class PagedCache:
         for at, k, v in self._read(touched.nonzero()):
             self.approximations.update(at, k, v, target["mode"], state["mode"])
         self.approximations.settle(target["mode"])
-        self._relocate(moved.nonzero(), target)
+        # What leaves makes room first, so that pools do not grow for a moment and stay half empty.
         self._release(gone.nonzero(), state["tier"], state["format"], state["slot"])
+        leaves = target["tier"] > Tier.L1
+        self._relocate((moved & leaves).nonzero(), target)
+        self._relocate((moved & ~leaves).nonzero(), target)
         for name in ("mode", "format", "tier"):
             state[name] = target[name]
+        self._compact()
         self.tables = build_tables(self)
         return moves
 
@@ -316,6 +327,25 @@ class PagedCache:
                         blobs = encode(self.formats[new_code], *decode(self.formats[code], blobs))
                     self._put(new_tier, new_code, block, blobs)
         self._release(at, state["tier"], state["format"], old_slot)
+
+    def _compact(self) -> None:
+        """Closes holes: in a pool with more than two slabs of free slots the last pages move into the first holes.
+
+        Pages that come and go leave slabs half empty, and a budget binds what is held.
+        """
+        state = self.state
+        for (tier, code), pool in self.pools.items():
+            slab_bytes = self.config.slab_pages * pool.fmt.page_bytes
+            if tier == Tier.L0 or not isinstance(pool, SlabPool) or pool.slack_bytes <= 2 * slab_bytes:
+                continue
+            needed = -(-pool.used_pages // self.config.slab_pages) * self.config.slab_pages
+            beyond = (state["tier"] == tier) & (state["format"] == code) & (state["slot"] >= needed)
+            at = beyond.nonzero()
+            if len(at):
+                slots = state["slot"][at[:, 0], at[:, 1]].long()
+                blobs = pool.read(slots)
+                pool.free(slots)
+                self._put(tier, code, at, blobs)
 
     def _release(self, at: Tensor, tier: Tensor, fmt: Tensor, slot: Tensor) -> None:
         """Frees the slots that pages were in; L0 slots are a ring and are simply written over."""

@@ -137,6 +137,11 @@ class SlabPool:
         """Bytes of all slabs."""
         return sum(slab.nbytes for slab in self.slabs)
 
+    @property
+    def slack_bytes(self) -> int:
+        """Bytes of free slots in slabs that are held."""
+        return self.held_bytes - self.used_pages * self.fmt.page_bytes
+
     def allocate(self, pages: int) -> Tensor:
         """Slots [pages] int64, lowest free first; grows by whole slabs."""
         missing = pages - (self.slots.capacity - self.slots.used)

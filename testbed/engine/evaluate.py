@@ -21,6 +21,7 @@ class Answer:
         tokens: generated, end-of-text left out.
         logprobs: [M, V] log-probabilities (nats) after each token of the fixed text (question, then continuation).
         times: of the decode steps of the generation.
+        turn_times: of the runs that took in the question.
         log: all decisions.
         device_bytes, total_bytes, full_bytes: held on the device, held in all tiers, and bf16 for everything, when
             the answer was complete.
@@ -30,6 +31,7 @@ class Answer:
     tokens: list[int]
     logprobs: Tensor
     times: list[StepTime]
+    turn_times: list[StepTime]
     log: DecisionLog
     device_bytes: int
     total_bytes: int
@@ -106,6 +108,7 @@ def answer(
         tokens=tokens,
         logprobs=logits.float().log_softmax(-1),
         times=session.times,
+        turn_times=session.turn_times,
         log=session.log(),
         device_bytes=ledger.device_bytes,
         total_bytes=ledger.total_bytes,
@@ -133,6 +136,7 @@ class Agreement:
 
 def agreement(policy: Tensor, full: Tensor) -> Agreement:
     """Compares log-probabilities [M, V] of the same text."""
-    kl = (full.exp() * (full - policy)).sum(-1)
+    # A token that both rule out (-inf) adds nothing; one that only the policy rules out makes KL infinite.
+    kl = torch.where(full == -torch.inf, 0.0, full.exp() * (full - policy)).sum(-1)
     top1 = (full.argmax(-1) == policy.argmax(-1)).float().mean()
     return Agreement(float(kl.mean().clamp(min=0.0)), float(top1), len(kl), torch.equal(policy, full))

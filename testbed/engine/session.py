@@ -45,7 +45,7 @@ class SessionConfig:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one decode step, and of the planning in it (signals, policy, moves, tables)."""
+    """Seconds of one run of the model, and of the planning in it (signals, policy, moves, tables)."""
 
     total_s: float
     plan_s: float
@@ -85,6 +85,7 @@ class Session:
         self._plan_s = 0.0
         self._since_plan = 0
         self.times: list[StepTime] = []
+        self.turn_times: list[StepTime] = []
         self.moves: list[Move] = []
 
     # --- life --------------------------------------------------------------------------------------------------
@@ -112,8 +113,10 @@ class Session:
             source.watch_turn(ids)
         out = []
         for part in ids.split(self.config.cache.hot_tokens):
+            started = time.perf_counter()
             moves = self._plan(Phase.TURN, len(part))
             out.append(self._run(part, logits, "extend"))
+            self.turn_times.append(StepTime(time.perf_counter() - started, self._plan_s))
             self._log("extend", len(part), True, moves)
         kept = [x for x in out if x is not None]
         return (torch.cat(kept) if logits == "all" else kept[-1]) if kept else None
@@ -147,6 +150,7 @@ class Session:
         other.cache = self.cache.fork()
         other.sources = {name: source.fork() for name, source in self.sources.items()}
         other._steps, other.times, other.moves = list(self._steps), list(self.times), list(self.moves)
+        other.turn_times = list(self.turn_times)
         return other
 
     @property
@@ -182,6 +186,7 @@ class Session:
         held = cache.held(next_tokens)
         length = cache.length_tokens + next_tokens
         layers, kv_heads, pages = held.mode.shape
+        budget = self.device_budget_bytes(length)
         observed = Observed((layers, kv_heads, pages), self.config.cache.page_tokens, cache.key_bounds)
         return Signals(
             phase=phase,
@@ -191,7 +196,7 @@ class Session:
             hot=cache.hot_mask(next_tokens),
             held=held,
             page_bytes=cache.page_bytes,
-            device_budget_bytes=self.device_budget_bytes(length),
+            device_budget_bytes=None if budget is None else budget - cache.device_slack_bytes,
             classes=self._classes,
             values={name: source.value(observed).cpu() for name, source in self.sources.items()},
             seed=self.config.seed,

@@ -77,6 +77,9 @@ def show(record: Record, file: TextIO | None = None) -> None:
     out = file or sys.stdout
     console = Console(file=out, width=None if out.isatty() else PLAIN_WIDTH, highlight=False)
     console.print(result_table(record))
+    console.print(
+        "[low, high]: 95 % interval over contexts; saved: against everything in bf16", style="dim", markup=False
+    )
     if record.status != "complete":
         console.print(f"{record.status}: {record.reason}", style="bold yellow", markup=False)
     for style, label, lines in (("bold red", "ALARM", record.alarms), ("dim", "note", record.notes)):

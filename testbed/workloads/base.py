@@ -7,7 +7,7 @@ the context before it looks at the question; samples that share a `context_id` s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -100,6 +100,12 @@ def check_whole(key: str, value: object, least: int) -> None:
     """Raises `WorkloadError` naming key and value unless value is a whole number of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise WorkloadError(f"{key}={value!r}: must be a whole number of at least {least}")
+
+
+def check_distinct(key: str, values: Sequence[object]) -> None:
+    """Raises `WorkloadError` if a value is there twice: its samples would be the same ones again."""
+    if len(set(values)) < len(values):
+        raise WorkloadError(f"{key}={list(values)!r}: holds a value twice, and with it the same samples twice")
 
 
 def check_fraction(key: str, value: object) -> None:

@@ -35,6 +35,8 @@ def documents(text: Text) -> dict[str, str]:
     elif isinstance(text, Mapping):
         found = {str(name): str(body) for name, body in text.items()}
     else:
+        if not isinstance(text, (str, Path)):
+            raise WorkloadError(f"workload.text={text!r}: must be a text file, a folder of .txt files, or null")
         found = _read(Path(text).expanduser())
     kept = {name: found[name] for name in sorted(found) if found[name].strip()}
     if not kept:

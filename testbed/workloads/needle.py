@@ -19,6 +19,7 @@ from testbed.workloads.base import (
     Sample,
     Split,
     WorkloadError,
+    check_distinct,
     check_fraction,
     check_split,
     check_whole,
@@ -64,7 +65,7 @@ class Needle:
         lengths: context lengths, needles included, exact to the token.
         depths: where needles go, as fractions of the context; moved to the nearest sentence.
         samples_per_cell: how often each cell of the grid is drawn.
-        needles_per_context: needles of how many depths share one context.
+        needles_per_context: needles of how many depths share one context, at most (fewer where there are fewer).
         needle: text of a needle with {key} and {number}.
         question: text of the next turn with {key}; the answer follows it directly.
         max_new_tokens: most tokens of an answer.
@@ -97,13 +98,16 @@ class Needle:
         for key in ("samples_per_cell", "needles_per_context", "max_new_tokens"):
             check_whole(f"workload.{key}", getattr(self, key), 1)
         check_split("workload.split", self.split)
-        most = min(len(self.depths), *(len(keys) for keys in KEYS.values()))
+        most = min(len(keys) for keys in KEYS.values())
         if self.needles_per_context > most:
             raise WorkloadError(
-                f"workload.needles_per_context={self.needles_per_context}: at most {most}, "
-                "one per depth and one per key"
+                f"workload.needles_per_context={self.needles_per_context}: at most {most}, one per key there is"
             )
+        check_distinct("workload.lengths", self.lengths)
+        check_distinct("workload.depths", self.depths)
         for key, holes in (("needle", ("{key}", "{number}")), ("question", ("{key}",))):
+            if not isinstance(getattr(self, key), str):
+                raise WorkloadError(f"workload.{key}={getattr(self, key)!r}: must be a text with {' and '.join(holes)}")
             missing = [hole for hole in holes if hole not in getattr(self, key)]
             if missing:
                 raise WorkloadError(f"workload.{key}={getattr(self, key)!r}: lacks {' and '.join(missing)}")

@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from testbed.workloads.base import Decode, Encode, Sample, Split, WorkloadError, check_split, check_whole
+from testbed.workloads.base import (
+    Decode,
+    Encode,
+    Sample,
+    Split,
+    WorkloadError,
+    check_distinct,
+    check_split,
+    check_whole,
+)
 from testbed.workloads.haystack import Haystack, Text, documents, split_documents
 from testbed.workloads.needle import SPLIT_SEED
 
@@ -41,6 +50,7 @@ class Continuation:
         object.__setattr__(self, "lengths", tuple(self.lengths))
         for length in self.lengths:
             check_whole("workload.lengths", length, 1)
+        check_distinct("workload.lengths", self.lengths)
         for key in ("continuation_tokens", "samples_per_length"):
             check_whole(f"workload.{key}", getattr(self, key), 1)
         check_split("workload.split", self.split)

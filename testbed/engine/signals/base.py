@@ -194,5 +194,8 @@ def build_sources(
             allowed = ", ".join(sorted(arguments)) or "none"
             raise SignalError(f"unknown key 'signals.{name}.{surplus[0]}'; there are: {allowed}")
         # Called here and not through Hydra's instantiate, which would bury a source's own error in one of its own.
-        sources[name] = target(context=context, **(arguments | dict(given)))
+        try:
+            sources[name] = target(context=context, **(arguments | dict(given)))
+        except TypeError as error:  # a text where a number belongs
+            raise SignalError(f"signals.{name}={given!r}: {error}") from error
     return sources
