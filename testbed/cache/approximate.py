@@ -26,12 +26,12 @@ class Approximations:
         self.prototypes, self.background = prototypes, background
         self.slot = torch.zeros(streams, 0, dtype=torch.int32)
         self.background_slot = torch.full((streams,), -1, dtype=torch.int32)
-        # [S, 2 * D + 1]: keys, values, tokens; made when a page first turns BACKGROUND.
+        # [S, 2 * D + 1]: keys, values, tokens; in host memory, made when a page first turns BACKGROUND.
         self._sums: Tensor | None = None
 
     @property
     def sums_bytes(self) -> int:
-        """Bytes of the sums behind the background states."""
+        """Bytes of the sums behind the background states, in host memory."""
         return 0 if self._sums is None else self._sums.nbytes
 
     def grow(self, pages: int) -> None:
@@ -67,10 +67,10 @@ class Approximations:
         sign = (new == Mode.BACKGROUND).float() - (old == Mode.BACKGROUND).float()
         if bool(sign.any()):
             if self._sums is None:
-                self._sums = torch.zeros(len(self.slot), 2 * self.head_dim + 1, device=self.device)
-            tokens = torch.full((len(at), 1), float(k.shape[1]), device=self.device)
+                self._sums = torch.zeros(len(self.slot), 2 * self.head_dim + 1)
+            tokens = torch.full((len(at), 1), float(k.shape[1]), device=k.device)
             total = torch.cat((k.float().sum(1), v.float().sum(1), tokens), dim=1)
-            self._sums.index_add_(0, row.to(self.device), total * sign.to(self.device).unsqueeze(1))
+            self._sums.index_add_(0, row, total.cpu() * sign.unsqueeze(1))
 
     def settle(self, mode: Tensor) -> None:
         """After all updates: frees prototypes that no page uses, writes the background states."""
@@ -83,13 +83,13 @@ class Approximations:
 
     def _write_background(self, sums: Tensor) -> None:
         d = self.head_dim
-        used = (sums[:, 2 * d] > 0.5).cpu()  # a whole number of tokens, so never near the bound
+        used = sums[:, 2 * d] > 0.5  # a whole number of tokens, so never near the bound
         held = self.background_slot >= 0
         self.background.free(self.background_slot[held & ~used].long())
         self.background_slot[held & ~used] = -1
         fresh = (used & ~held).nonzero().flatten()
         self.background_slot[fresh] = self.background.allocate(len(fresh)).int()
-        sums = sums[used.to(self.device)]
+        sums = sums[used].to(self.device)
         tokens = sums[:, 2 * d :]
         k, v = (sums[:, i * d : (i + 1) * d] / tokens for i in range(2))
         blobs = encode_prototypes(self.background.fmt, k.unsqueeze(1), v.unsqueeze(1), tokens.log2())

@@ -56,12 +56,13 @@ class Ledger:
         )
         used["L1/tables"] = state["mode"].numel() * TABLE_BYTES_PER_PAGE
         used["L1/bounds"] = cache.bounds_bytes
-        used["L1/background_sums"] = cache.approximations.sums_bytes
+        used["L2/background_sums"] = cache.approximations.sums_bytes
         held = {tier.name: 0 for tier in Tier if tier != Tier.DROPPED}
         for (tier, _), pool in cache.pools.items():
             held[tier.name] += pool.held_bytes
         held["L1"] += cache.approximations.prototypes.held_bytes + cache.approximations.background.held_bytes
-        held["L1"] += used["L1/tables"] + used["L1/bounds"] + used["L1/background_sums"]
+        held["L1"] += used["L1/tables"] + used["L1/bounds"]
+        held["L2"] += used["L2/background_sums"]
         return Ledger(pages, {name: count for name, count in used.items() if count}, held)
 
     @property

@@ -329,14 +329,14 @@ class PagedCache:
         self._release(at, state["tier"], state["format"], old_slot)
 
     def _compact(self) -> None:
-        """Closes holes: in a pool with more than two slabs of free slots the last pages move into the first holes.
+        """Closes holes: in a pool with more than a slab of free slots the last pages move into the first holes.
 
         Pages that come and go leave slabs half empty, and a budget binds what is held.
         """
         state = self.state
         for (tier, code), pool in self.pools.items():
             slab_bytes = self.config.slab_pages * pool.fmt.page_bytes
-            if tier == Tier.L0 or not isinstance(pool, SlabPool) or pool.slack_bytes <= 2 * slab_bytes:
+            if tier == Tier.L0 or not isinstance(pool, SlabPool) or pool.slack_bytes <= slab_bytes:
                 continue
             needed = -(-pool.used_pages // self.config.slab_pages) * self.config.slab_pages
             beyond = (state["tier"] == tier) & (state["format"] == code) & (state["slot"] >= needed)

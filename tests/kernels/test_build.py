@@ -30,8 +30,21 @@ def test_two_processes_may_build_at_once(tmp_path: Path) -> None:
     for builder in builders:
         _, error = builder.communicate()
         assert builder.returncode == 0, error
-    (library,) = (tmp_path / "native").iterdir()
+    proof, library = sorted((tmp_path / "native").iterdir(), key=lambda path: path.suffix)
     assert library.name.startswith("attend-")
+    assert (proof.stem, {proof.suffix, library.suffix}) == (library.stem, {".sha256", ".so"})
+
+
+def test_a_broken_library_is_built_again_and_not_loaded(tmp_path: Path) -> None:
+    """A truncated one would end the process with a bus error."""
+    assert run_python(BUILD, TESTBED_CACHE=str(tmp_path)).wait() == 0
+    (library,) = (tmp_path / "native").glob("*.so")
+    whole = library.read_bytes()
+    library.write_bytes(whole[: len(whole) // 2])
+    builder = run_python(BUILD, TESTBED_CACHE=str(tmp_path))
+    _, error = builder.communicate()
+    assert builder.returncode == 0, error
+    assert library.read_bytes() == whole
 
 
 def test_the_process_keeps_one_openmp_runtime() -> None:

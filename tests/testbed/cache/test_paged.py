@@ -290,3 +290,21 @@ def test_key_bounds_are_those_of_the_pages() -> None:
             rows = k[layer][:, page * P : page * P + P]
             assert torch.equal(low[layer * HK : (layer + 1) * HK, page], rows.amin(1))
             assert torch.equal(high[layer * HK : (layer + 1) * HK, page], rows.amax(1))
+
+
+def test_holes_close_when_pages_come_and_go() -> None:
+    """Every other page of every stream goes to the host: the device holds less than a slab more than it uses."""
+    cache, k, v = make(800)
+    plan = hot_plan(cache, cache.held(1), cache.length_tokens + 1)
+    away = (plan.tier == Tier.L1) & (torch.arange(plan.tier.shape[-1]) % 2 == 0)
+    plan.tier[away], plan.mode[away] = int(Tier.L2), int(Mode.SKIP)
+    out = run_step(cache, k, v, 3, plan)
+    pool = cache.pools[Tier.L1, Format.COMPUTE]
+    assert pool.held_bytes - pool.used_pages * pool.fmt.page_bytes < CONFIG.slab_pages * pool.fmt.page_bytes
+    q = queries(3)
+    keep = (plan.mode == Mode.EXACT).repeat_interleave(P, dim=-1)[..., : cache.length_tokens]
+    for layer in range(L):
+        for head in range(HK):
+            want = expected(q[layer, head], k[layer][head], v[layer][head], keep[layer, head], 800)
+            assert torch.allclose(out[layer, head], want, atol=1e-5)
+    check_ledger(cache)

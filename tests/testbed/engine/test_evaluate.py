@@ -110,3 +110,10 @@ def test_sampling_is_seeded() -> None:
 def test_bad_sampling(temperature: float, top_p: float, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         sampled(temperature, top_p)
+
+
+def test_a_token_that_both_rule_out_adds_nothing_to_kl() -> None:
+    logits = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
+    logits[:, 2] = -torch.inf
+    same = logits.log_softmax(-1)
+    assert agreement(same, same).kl == 0.0

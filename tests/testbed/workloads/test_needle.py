@@ -24,7 +24,7 @@ def samples(seed: int = 0, words: Words | None = None, **keys: object) -> list[S
 @settings(max_examples=30, deadline=None)
 @given(
     length=st.integers(40, 1500),
-    depths=st.lists(st.floats(0, 1), min_size=1, max_size=5),
+    depths=st.lists(st.floats(0, 1), min_size=1, max_size=5, unique=True),
     shared=st.integers(1, 5),
     seed=st.integers(0, 2**32),
 )
@@ -168,7 +168,7 @@ def test_insert_keeps_every_token(data: st.DataObject) -> None:
         ({"depths": [-0.1]}, "workload.depths=-0.1"),
         ({"depths": [float("nan")]}, "workload.depths=nan"),
         ({"samples_per_cell": 0}, "workload.samples_per_cell=0"),
-        ({"needles_per_context": 4}, "workload.needles_per_context=4"),
+        ({"needles_per_context": 17}, "workload.needles_per_context=17"),
         ({"max_new_tokens": 0}, "workload.max_new_tokens=0"),
         ({"split": "train"}, "workload.split='train'"),
         ({"needle": "no holes"}, "workload.needle='no holes'"),
@@ -212,3 +212,10 @@ def test_real_tokens_are_exact_too() -> None:
         text = tokenizer.decode(sample.context_tokens[begin : begin + size])
         assert text == f" The {sample.meta['key']} is {sample.answer}."
         assert len(sample.continuation_tokens) == 8  # a space, then one token a digit
+
+
+@pytest.mark.parametrize("key", ["lengths", "depths"])
+def test_the_same_cell_twice_is_refused(key: str) -> None:
+    """Its samples would be the same ones again, counted as new."""
+    with pytest.raises(WorkloadError, match=rf"workload\.{key}.*twice"):
+        Needle(**{key: [0.5, 0.5] if key == "depths" else [512, 512]})  # type: ignore[arg-type]
