@@ -16,7 +16,7 @@ from kernels import api
 from kernels.pages import PageFormat, decode, encode
 from policies.base import Format, Mode, PageBytes, Plan, Tier
 from testbed.cache.approximate import Approximations
-from testbed.cache.archive import FilePool, check_folder
+from testbed.cache.archive import FilePool
 from testbed.cache.layout import CacheConfig, Hot
 from testbed.cache.ledger import Ledger, facts
 from testbed.cache.moves import count, groups
@@ -437,7 +437,3 @@ class PagedCache:
         for pool in self.pools.values():
             pool.close()
         self.approximations.close()
-
-    def check_archive(self) -> None:
-        """Raises ArchiveError if L3 pages could not be written."""
-        check_folder(self.config.archive_folder())

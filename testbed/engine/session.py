@@ -86,7 +86,6 @@ class Session:
         self._since_plan = 0
         self.times: list[StepTime] = []
         self.turn_times: list[StepTime] = []
-        self.moves: list[Move] = []
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -149,7 +148,7 @@ class Session:
         other = copy.copy(self)
         other.cache = self.cache.fork()
         other.sources = {name: source.fork() for name, source in self.sources.items()}
-        other._steps, other.times, other.moves = list(self._steps), list(self.times), list(self.moves)
+        other._steps, other.times = list(self._steps), list(self.times)
         other.turn_times = list(self.turn_times)
         return other
 
@@ -267,7 +266,6 @@ class Session:
         return None if out is None else out[0]
 
     def _log(self, phase: str, tokens: int, planned: bool, moves: list[Move]) -> None:
-        self.moves += moves
         if not self._facts:
             self._facts = self.cache.facts()
         self._steps.append(
