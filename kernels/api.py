@@ -9,88 +9,38 @@ K, V are never repeated.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from kernels.pages import PageFormat
+from kernels.schedule import Schedule
 from kernels.state import Partial
+from kernels.table import PageTable, Pool
 
+__all__ = ["BACKENDS", "Options", "PageTable", "Partial", "Pool", "Schedule", "append", "attend", "gather", "scatter"]
 NATIVE_MAX_DIM = 1024
-BACKENDS = ("cpu", "torch", "reference")
+QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BACKENDS = ("cpu", "triton", "torch", "reference")
+# Whether to look for table entries that point outside the pools, at the price of a pass over the table.
+DEFAULT_SCHEDULE = Schedule()
+DEBUG = os.environ.get("TESTBED_DEBUG", "0") not in ("", "0")
 
 
 @dataclass(frozen=True)
-class Pool:
-    """Pages of one format; slot -> slabs[slot // slab_pages][slot % slab_pages].
+class Options:
+    """What `attend` hands to a backend beside the tensors; see there."""
 
-    Attributes:
-        fmt: their format.
-        slabs: [slab_pages, page_bytes] uint8 each, contiguous, all the same size and on one device.
-    """
-
-    fmt: PageFormat
-    slabs: tuple[Tensor, ...]
-
-    def __post_init__(self) -> None:
-        """Checks the slabs, once, so that no call need."""
-        for slab in self.slabs:
-            if slab.dtype != torch.uint8 or slab.dim() != 2 or slab.shape[1] != self.fmt.page_bytes:
-                raise ValueError(f"slab {slab.dtype} {tuple(slab.shape)}: must be uint8 [pages, {self.fmt.page_bytes}]")
-            if slab.shape != self.slabs[0].shape or not slab.is_contiguous() or slab.device != self.slabs[0].device:
-                raise ValueError("slabs: must be contiguous, of one size and on one device")
-
-    @property
-    def slab_pages(self) -> int:
-        """Pages a slab holds."""
-        return self.slabs[0].shape[0] if self.slabs else 0
-
-    @cached_property
-    def pages(self) -> int:
-        """Pages all slabs hold."""
-        return self.slab_pages * len(self.slabs)
-
-    @cached_property
-    def slab_pointers(self) -> Tensor:
-        """[slabs] int64 addresses, for native code; made once, so the slabs must stay where they are."""
-        return torch.tensor([slab.data_ptr() for slab in self.slabs], dtype=torch.int64)
-
-    @cached_property
-    def native(self) -> tuple[int, ...]:
-        """The pool as native code reads it: format, rows, pages a slab, address of `slab_pointers`, page bytes."""
-        fmt = self.fmt
-        return fmt.format_id, fmt.rows, self.slab_pages, self.slab_pointers.data_ptr(), fmt.page_bytes
-
-
-@dataclass(frozen=True)
-class PageTable:
-    """What each stream attends; rows are compact from the left, entries beyond `count` are never read.
-
-    Attributes:
-        pool: [S, N] int8, which of the call's pools.
-        slot: [S, N] int32, where in the pool.
-        page: [S, N] int32, logical page: its token i is at position page * P + i.
-        count: [S] int32, entries of each stream.
-    """
-
-    pool: Tensor
-    slot: Tensor
-    page: Tensor
-    count: Tensor
-
-    def __post_init__(self) -> None:
-        """Checks types and shapes."""
-        shape = self.pool.shape
-        for key, dtype in (("pool", torch.int8), ("slot", torch.int32), ("page", torch.int32)):
-            value = getattr(self, key)
-            if value.dtype != dtype or value.dim() != 2 or value.shape != shape:
-                raise ValueError(f"table.{key} {value.dtype} {tuple(value.shape)}: must be {dtype} [S, N]")
-        if self.count.dtype != torch.int32 or self.count.shape != shape[:1]:
-            raise ValueError(f"table.count {self.count.dtype} {tuple(self.count.shape)}: must be torch.int32 [S]")
+    scale: float
+    window_tokens: int | Tensor = 0
+    sink_tokens: int = 0
+    slopes: Tensor | None = None
+    want_mass: bool = False
+    schedule: Schedule = DEFAULT_SCHEDULE
 
 
 def attend(
@@ -100,44 +50,54 @@ def attend(
     first_position: Tensor,
     *,
     scale: float,
-    window_tokens: int = 0,
+    window_tokens: int | Tensor = 0,
+    sink_tokens: int = 0,
     slopes: Tensor | None = None,
     want_mass: bool = False,
+    schedule: Schedule = DEFAULT_SCHEDULE,
     backend: str | None = None,
 ) -> Partial:
     """Attention of T new queries a stream over the pages its table lists.
 
-    Row t of a stream is at position first_position + t and sees key positions up to its own (and above its
-    own minus window_tokens). That also hides unwritten slots of the last page, which may hold anything, NaN
-    included. A "proto" entry is always visible; log2 of its count is added to its base-2 logit. No row
-    depends on the other streams.
+    Row t of a stream is at position first_position + t and sees key positions up to its own; with a window only
+    those above its own minus window_tokens and those below sink_tokens. That also hides unwritten slots of the last
+    page, which may hold anything, NaN included. A "proto" entry is always visible; log2 of its count is added to its
+    base-2 logit. No row depends on the other streams, nor bitwise on the batch it sits in; a NaN in a query makes
+    that row NaN and no other.
 
     Args:
-        q: [S, G, T, D] float.
+        q: [S, G, T, D] fp32, bf16 or fp16, of any strides. With fp32 all arithmetic is fp32 (relative error below
+            1e-5 against the float64 oracle); with bf16 or fp16 products may be too (below 1e-2).
         table: the pages of each stream.
         pools: what table.pool counts; one page size and head size, formats may differ.
         first_position: [S] int32.
         scale: factor of the logits.
-        window_tokens: keys each row sees at most, itself included; 0 for no limit.
+        window_tokens: newest keys each row sees, itself included, of all streams or [S] int32; 0 for no limit.
+        sink_tokens: first positions that every window leaves visible (StreamingLLM, arXiv 2309.17453).
         slopes: [S, G] float32, ALiBi: logit += slope * key position (a proto page counts at its centre).
         want_mass: whether to return the softmax mass of each entry.
-        backend: "cpu", "torch", "reference", or None for the fastest there is.
+        schedule: how the call is cut and computed.
+        backend: "cpu", "triton", "torch", "reference", or None for the fastest there is for q's device.
 
     Returns:
         `Partial`; out 0 and lse -inf for a row that sees nothing.
 
     Raises:
-        ValueError: shapes that don't match, an unknown backend.
+        ValueError: types, devices or shapes that don't match, an unknown backend; with TESTBED_DEBUG=1 also a table
+            entry outside its pool.
     """
-    _check(q, table, pools, first_position, slopes)
-    name = choose_backend(backend)
+    options = Options(scale, window_tokens, sink_tokens, slopes, want_mass, schedule)
+    _check(q, table, pools, first_position, options)
+    name = choose_backend(backend, q.device.type)
     if name == "cpu" and q.device.type == "cpu" and q.shape[3] <= NATIVE_MAX_DIM:
         from kernels.cpu.backend import attend as run
+    elif name == "triton":
+        from kernels.gpu.attend import attend as run
     elif name == "reference":
         from kernels.reference import attend as run
     else:
         from kernels.torch_backend import attend as run
-    return run(q, table, pools, first_position, scale, window_tokens, slopes, want_mass)
+    return run(q, table, pools, first_position, options)
 
 
 def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool, backend: str | None = None) -> None:
@@ -161,7 +121,7 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
             f"append k {tuple(k.shape)}, v {tuple(v.shape)}, table_slot {tuple(table_slot.shape)}, "
             f"offset {tuple(offset.shape)}: must be [S, T, D], [S, T, D], [S, T], [T]"
         )
-    if choose_backend(backend) == "cpu" and k.device.type == "cpu":
+    if choose_backend(backend, k.device.type) == "cpu" and k.device.type == "cpu":
         from kernels.cpu.backend import append as run
     else:
         from kernels.torch_backend import append as run
@@ -223,41 +183,90 @@ def _check_slots(pool: Pool, slots: Tensor) -> None:
 
 
 @cache
-def choose_backend(name: str | None = None) -> str:
-    """The backend to use: the one named, or "cpu" where a C++ compiler is there, else "torch" with a notice.
+def choose_backend(name: str | None = None, device: str = "cpu") -> str:
+    """The backend to use: the one named, or the fastest there is for a device.
+
+    That is "triton" for tensors on a GPU, "cpu" on the host where a C++ compiler is there, else "torch" with a notice.
 
     Raises:
         ValueError: an unknown name.
-        RuntimeError: "cpu" was asked for by name and there is no compiler, or it failed.
+        RuntimeError: a backend was asked for by name that can't run here.
     """
     if name is not None and name not in BACKENDS:
         raise ValueError(f"backend={name!r}: must be one of {', '.join(BACKENDS)}, or None")
     if name in ("torch", "reference"):
         return name
+    wanted = name or ("cpu" if device == "cpu" else "triton")
+    missing = _lacking_native() if wanted == "cpu" else _lacking_triton(device)
+    if missing is None:
+        return wanted
+    if name is not None:
+        raise RuntimeError(f"backend={name!r}: {missing}")
+    print(f"testbed: {wanted} attention not available, using torch ({missing})", file=sys.stderr)
+    return "torch"
+
+
+def _lacking_native() -> str | None:
+    """Why the native backend can't run here, or None."""
     from kernels.cpu.build import BuildError, library
 
     try:
         library()
     except BuildError as error:
-        if name == "cpu":
-            raise RuntimeError(f"backend='cpu': {error}") from error
-        print(f"testbed: native attention not available, using torch ({error})", file=sys.stderr)
-        return "torch"
-    return "cpu"
+        return str(error)
+    return None
 
 
-def _check(q: Tensor, table: PageTable, pools: Sequence[Pool], first_position: Tensor, slopes: Tensor | None) -> None:
+def _lacking_triton(device: str) -> str | None:
+    """Why Triton kernels can't run on a device, or None."""
+    try:
+        from triton import knobs
+    except ImportError as error:
+        return f"triton can't be imported: {error}"
+    if device == "cpu" and not knobs.runtime.interpret:
+        return "tensors are on the host, which Triton reaches only in its interpreter (TRITON_INTERPRET=1)"
+    return None
+
+
+def _check(q: Tensor, table: PageTable, pools: Sequence[Pool], first_position: Tensor, options: Options) -> None:
     """Refuses what no backend could answer."""
-    if q.dim() != 4 or q.shape[0] != table.count.shape[0] or first_position.shape != table.count.shape:
+    streams = table.count.shape[0]
+    if q.dim() != 4 or q.shape[0] != streams or first_position.shape != table.count.shape:
         raise ValueError(
             f"q {tuple(q.shape)}, first_position {tuple(first_position.shape)}: must be [S, G, T, D] and [S] "
-            f"with S={table.count.shape[0]}"
+            f"with S={streams}"
         )
+    if q.dtype not in QUERY_DTYPES:
+        raise ValueError(f"q {q.dtype}: must be one of {', '.join(map(str, QUERY_DTYPES))}")
+    if first_position.dtype != torch.int32:
+        raise ValueError(f"first_position {first_position.dtype}: must be torch.int32 [S]")
+    _check_devices(q.device, table=table.pool, slot=table.slot, page=table.page, first_position=first_position)
     for pool in pools:
         if pool.fmt.head_dim != q.shape[3] or pool.fmt.page_tokens != pools[0].fmt.page_tokens:
             raise ValueError(
                 f"pool of D={pool.fmt.head_dim}, P={pool.fmt.page_tokens}: must have D={q.shape[3]} like q "
                 f"and P={pools[0].fmt.page_tokens} like the first pool"
             )
-    if slopes is not None and slopes.shape != q.shape[:2]:
-        raise ValueError(f"slopes {tuple(slopes.shape)}: must be [S, G] = {tuple(q.shape[:2])}")
+        if pool.slabs and pool.device != q.device:
+            raise ValueError(f"pool {pool.fmt.name} on {pool.device}: must be on q's device, {q.device}")
+    slopes, window = options.slopes, options.window_tokens
+    if slopes is not None:
+        if slopes.shape != q.shape[:2]:
+            raise ValueError(f"slopes {tuple(slopes.shape)}: must be [S, G] = {tuple(q.shape[:2])}")
+        _check_devices(q.device, slopes=slopes)
+    if isinstance(window, Tensor):
+        if window.shape != (streams,) or window.dtype != torch.int32:
+            raise ValueError(f"window_tokens {window.dtype} {tuple(window.shape)}: must be torch.int32 [{streams}]")
+        _check_devices(q.device, window_tokens=window)
+    elif window < 0:
+        raise ValueError(f"window_tokens={window}: must be 0 (no limit) or more")
+    if options.sink_tokens < 0:
+        raise ValueError(f"sink_tokens={options.sink_tokens}: must be 0 or more")
+    if DEBUG:
+        table.check(pools)
+
+
+def _check_devices(device: torch.device, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device != device:
+            raise ValueError(f"{name} on {tensor.device}: must be on q's device, {device}")

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kernels.api import PageTable, Pool
 from kernels.pages import decode, views
 from kernels.state import Partial
+from kernels.table import PageTable, Pool
+
+if TYPE_CHECKING:
+    from kernels.api import Options
 
 
 def attend(
@@ -18,13 +22,11 @@ def attend(
     table: PageTable,
     pools: Sequence[Pool],
     first_position: Tensor,
-    scale: float,
-    window_tokens: int = 0,
-    slopes: Tensor | None = None,
-    want_mass: bool = False,
+    options: Options,
 ) -> Partial:
     """As `kernels.api.attend`, one row at a time; results are float64 (mass too)."""
     streams, group, tokens, _ = q.shape
+    windows = torch.as_tensor(options.window_tokens).expand(streams).tolist()
     out = torch.zeros(q.shape, dtype=torch.float64)
     lse = torch.full((streams, group, tokens), -math.inf, dtype=torch.float64)
     mass = torch.zeros(table.pool.shape, dtype=torch.float64)
@@ -37,20 +39,21 @@ def attend(
         for g in range(group):
             for t in range(tokens):
                 own = int(first_position[s]) + t
-                visible = always | (position <= own) & ((position > own - window_tokens) | (window_tokens == 0))
+                near = (position > own - windows[s]) | (position < options.sink_tokens) | (windows[s] == 0)
+                visible = always | (position <= own) & near
                 visible &= bias > -math.inf
                 if not bool(visible.any()):
                     continue
-                logit = (keys[visible] @ q[s, g, t].double()) * scale
-                if slopes is not None:
-                    logit = logit + float(slopes[s, g]) * position[visible]
+                logit = (keys[visible] @ q[s, g, t].double()) * options.scale
+                if options.slopes is not None:
+                    logit = logit + float(options.slopes[s, g]) * position[visible]
                 logit = logit / math.log(2) + bias[visible]
                 row_lse = torch.logsumexp(logit * math.log(2), 0) / math.log(2)
                 weight = torch.exp2(logit - row_lse)
                 out[s, g, t] = weight @ values[visible]
                 lse[s, g, t] = row_lse
                 mass[s].index_add_(0, owner[visible], weight / (group * tokens))
-    return Partial(out, lse, mass if want_mass else None)
+    return Partial(out, lse, mass if options.want_mass else None)
 
 
 def _entry(table: PageTable, pools: Sequence[Pool], s: int, n: int) -> tuple[Tensor, ...]:

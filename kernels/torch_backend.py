@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kernels.api import PageTable, Pool
 from kernels.pages import decode, views
 from kernels.state import Partial, merge
+from kernels.table import PageTable, Pool
+
+if TYPE_CHECKING:
+    from kernels.api import Options
 
 # Sized by one stream, not by the call, so that a stream's result does not depend on the others.
 BLOCK_TOKENS = 4096
@@ -26,18 +31,16 @@ def attend(
     table: PageTable,
     pools: Sequence[Pool],
     first_position: Tensor,
-    scale: float,
-    window_tokens: int = 0,
-    slopes: Tensor | None = None,
-    want_mass: bool = False,
+    options: Options,
 ) -> Partial:
     """As `kernels.api.attend`."""
     streams, group, tokens, head_dim = q.shape
     out = torch.zeros(q.shape, device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, device=q.device)
-    mass = torch.zeros(table.pool.shape, device=q.device) if want_mass else None
+    mass = torch.zeros(table.pool.shape, device=q.device) if options.want_mass else None
     if not pools or not table.pool.shape[1]:
         return Partial(out, lse, mass)
+    windows = options.window_tokens
     width = max(pool.fmt.rows for pool in pools)
     block_pages = max(1, BLOCK_TOKENS // width)
     stream_bytes = block_pages * width * (2 * head_dim + 2 * group * tokens) * 4
@@ -45,12 +48,16 @@ def attend(
     for s in range(0, streams, block_streams):
         part = slice(s, s + block_streams)
         some = PageTable(table.pool[part], table.slot[part], table.page[part], table.count[part])
-        slope = None if slopes is None else slopes[part]
+        own = replace(
+            options,
+            slopes=None if options.slopes is None else options.slopes[part],
+            window_tokens=windows if isinstance(windows, int) else windows[part],
+        )
         result, parts = [Partial(out[part], lse[part])], []
         for n in range(0, table.pool.shape[1], block_pages):
             columns = slice(n, n + block_pages)
             block = _Block(some, pools, columns, width)
-            result.append(block.attend(q[part].float(), first_position[part], scale, window_tokens, slope))
+            result.append(block.attend(q[part].float(), first_position[part], own))
             parts.append((columns, result[-1]))
         total = merge(result)
         out[part], lse[part] = total.out, total.lse
@@ -102,22 +109,25 @@ class _Block:
         )
         self.k, self.v = (x.view(streams, entries * width, head_dim) for x in (self.k, self.v))
 
-    def attend(
-        self, q: Tensor, first_position: Tensor, scale: float, window_tokens: int, slopes: Tensor | None
-    ) -> Partial:
+    def attend(self, q: Tensor, first_position: Tensor, options: Options) -> Partial:
         """Attention over the block; mass is [S, G, T, entries], per row, of the block only."""
         streams, group, tokens, _ = q.shape
+        slopes = options.slopes
         own = first_position[:, None].long() + torch.arange(tokens, device=q.device)
         position = self.position[:, None]
         visible = position <= own[..., None]
-        if window_tokens:
-            visible &= position > own[..., None] - window_tokens
+        window = options.window_tokens
+        if isinstance(window, Tensor):
+            window = window[:, None, None]
+            visible &= (position > own[..., None] - window) | (position < options.sink_tokens) | (window == 0)
+        elif window:
+            visible &= (position > own[..., None] - window) | (position < options.sink_tokens)
         visible = ((visible | self.always[:, None]) & (self.bias[:, None] > -math.inf))[:, None]
         # Unwritten slots may hold NaN, and 0 * NaN is NaN: what nobody sees is zeroed first.
         seen = visible.any(2)[:, 0, :, None]
         keys, values = torch.where(seen, self.k, 0.0), torch.where(seen, self.v, 0.0)
         logit = (q.flatten(1, 2) @ keys.transpose(1, 2)).view(streams, group, tokens, -1)
-        logit = logit * (scale / math.log(2)) + self.bias[:, None, None]
+        logit = logit * (options.scale / math.log(2)) + self.bias[:, None, None]
         if slopes is not None:
             # Counted from the row's own position, so that logits stay small; the constant goes into the lse.
             distance = (self.position[:, None] - own[..., None]).float()

@@ -24,10 +24,10 @@ struct Args {
   const int8_t* pool;
   const int32_t *slot, *page;
   int64_t pool_stride, slot_stride, page_stride;
-  const int32_t *count, *first;
+  const int32_t *count, *first, *windows;
   const PoolArg* pools;
   float scale;
-  int64_t window;
+  int64_t sinks;
   const float* slopes;  // [S, G] or null
   float *out, *lse, *mass;
   int64_t threads;
@@ -164,13 +164,13 @@ enum Sight { kHidden, kPartly, kWhole };
 template <int R>
 struct Item {
   const Args& a;
-  int64_t s, row;  // first row, g * T + t
+  int64_t s, row, window;  // first row, g * T + t
   int P, D, Dp;
   float q[R * kMaxDim], acc[R * kMaxDim];
   float top[R], total[R], slope[R];
   int64_t own[R], lowest, highest_own;
 
-  Item(const Args& args, int64_t stream, int64_t first_row) : a(args), s(stream), row(first_row) {
+  Item(const Args& args, int64_t stream, int64_t first_row) : a(args), s(stream), row(first_row), window(args.windows[stream]) {
     P = (int)a.P, D = (int)a.D, Dp = (D + 15) / 16 * 16;
     const float factor = a.scale * 1.4426950408889634f;
     lowest = INT64_MAX, highest_own = INT64_MIN;
@@ -204,11 +204,11 @@ struct Item {
   Sight sight(int64_t n) const {
     if (pool(n).format == kProto) return kWhole;
     int64_t first = start(n), last = first + P - 1;
-    if (first > highest_own || (a.window && last <= lowest - a.window)) return kHidden;
-    return last <= lowest && (!a.window || first > highest_own - a.window) ? kWhole : kPartly;
+    if (first > highest_own || (window && last <= lowest - window && first >= a.sinks)) return kHidden;
+    return last <= lowest && (!window || first > highest_own - window || last < a.sinks) ? kWhole : kPartly;
   }
   bool sees(int r, int64_t position) const {
-    return position <= own[r] && (!a.window || position > own[r] - a.window);
+    return position <= own[r] && (!window || position > own[r] - window || position < a.sinks);
   }
 
   void score(int64_t n, Sight seen, float* scores, int ld, Ahead ahead) {
@@ -442,10 +442,10 @@ void testbed_attend(const float* q, const int64_t* shape, const void* const* tab
   testbed::Args a;
   a.q = q;
   a.S = shape[0], a.G = shape[1], a.T = shape[2], a.D = shape[3], a.N = shape[4], a.P = shape[5];
-  a.window = shape[6], a.threads = shape[7];
+  a.sinks = shape[6], a.threads = shape[7];
   a.pool = (const int8_t*)tables[0];
   a.slot = (const int32_t*)tables[1], a.page = (const int32_t*)tables[2];
-  a.count = (const int32_t*)tables[3], a.first = (const int32_t*)tables[4];
+  a.count = (const int32_t*)tables[3], a.first = (const int32_t*)tables[4], a.windows = (const int32_t*)tables[5];
   a.pool_stride = strides[0], a.slot_stride = strides[1], a.page_stride = strides[2];
   a.pools = pools;
   a.slopes = slopes, a.out = out, a.lse = lse, a.mass = mass, a.scale = scale;

@@ -17,7 +17,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCES = ("attend.cpp", "linear.cpp", "store.cpp")
+SOURCES = ("attend.cpp", "gemv.cpp", "store.cpp")
 HEADERS = ("lanes.h", "pages.h", "parallel.h")
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-shared", "-fPIC")
 
@@ -42,14 +42,14 @@ def library() -> ctypes.CDLL:
     loaded.testbed_attend.argtypes = [pointer] * 9 + [ctypes.c_float]
     loaded.testbed_append.argtypes = [pointer] * 4 + [number] * 6 + [pointer, number]
     loaded.testbed_encode.argtypes = [pointer] * 4 + [number] * 7
-    loaded.testbed_linear.argtypes = [pointer] * 3 + [number] * 4
+    loaded.testbed_gemv.argtypes = [pointer] * 3 + [number] * 4
     loaded.testbed_gather.argtypes = [pointer, number, number, pointer, number, pointer]
     loaded.testbed_scatter.argtypes = [pointer, number, number, pointer, number, pointer]
     for name in (
         "testbed_attend",
         "testbed_append",
         "testbed_encode",
-        "testbed_linear",
+        "testbed_gemv",
         "testbed_gather",
         "testbed_scatter",
     ):

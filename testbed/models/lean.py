@@ -3,7 +3,7 @@
 A decode step of a small model is bound by reading the weights and by the number of operations. Here queries, keys
 and values are one product, so are gate and up; both rotations are one; norms are torch's own. On a CPU, float32
 matrices whose every number is a bf16 number (a checkpoint in bf16, widened) stay bf16 and are widened as they are used:
-the same products, half the bytes (`kernels.linear`). transformers' modules share the weights, as views of the joined
+the same products, half the bytes (`kernels.gemv`). transformers' modules share the weights, as views of the joined
 ones. Whether the result is the same is not assumed but checked at load (`testbed.models.probe`).
 """
 
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.linear import linear_bf16
+from kernels.gemv import gemv_bf16
 from testbed.models.base import Attend, Geometry, Logits
 
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -118,7 +118,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear, whichever way the weight is kept."""
     if weight.dtype == torch.bfloat16 and x.dtype == torch.float32:
-        return linear_bf16(x, weight, bias)
+        return gemv_bf16(x, weight, bias)
     return F.linear(x, weight, bias)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.linear import NATIVE_ROWS, linear_bf16
+from kernels.gemv import NATIVE_ROWS, gemv_bf16
 from testbed.assets import cache_dir
 from testbed.sim.hardware import UNITS, Hardware, HardwareError, Quantity, quantity
 
@@ -132,7 +132,7 @@ def _compute(note: Note) -> None:
     note("fp32_flops", flops / best_us(lambda: square @ square), "GFLOP/s", "float32 product of 512 cubed")
     weight = torch.full(CACHED_SHAPE, 0.5, dtype=torch.bfloat16)
     rows = torch.full((NATIVE_ROWS, CACHED_SHAPE[1]), 0.5)
-    us = best_us(lambda: linear_bf16(rows, weight), 30_000)
+    us = best_us(lambda: gemv_bf16(rows, weight), 30_000)
     how = f"{NATIVE_ROWS} float32 rows times a bfloat16 matrix in the cache"
     note("bf16_flops", 2 * NATIVE_ROWS * weight.numel() / us, "GFLOP/s", how)
     note("matmul_efficiency", 1.0, "fraction", "the rates above are reached rates")

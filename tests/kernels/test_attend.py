@@ -11,11 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_case import Case, make_case, with_formats_poisoned
 
-from kernels.api import BACKENDS, PageTable, Pool, attend, choose_backend
+from kernels.api import PageTable, Pool, attend, choose_backend
 from kernels.pages import encode, encode_prototypes, page_format
 from kernels.state import Partial
 
 FAST = ("cpu", "torch")
+BACKENDS = (*FAST, "reference")
 SETS = (("fp32",), ("bf16",), ("fp16",), ("fp32", "int8"), ("bf16", "int4"), ("fp32", "proto"))
 ALL = ("fp32", "bf16", "fp16", "int8", "int4", "proto")
 
@@ -57,7 +58,8 @@ def test_matches_the_oracle(names: tuple[str, ...], head_dim: int, page_tokens: 
     tokens=st.integers(1, 6),
     slabs=st.integers(1, 3),
     groups=st.integers(1, 5),
-    window_tokens=st.sampled_from([0, 1, 17, 100]),
+    windows=st.lists(st.sampled_from([0, 1, 17, 100]), min_size=1, max_size=4),
+    sink_tokens=st.sampled_from([0, 5, 16, 33]),
     alibi=st.booleans(),
 )
 def test_any_case_matches_the_oracle(
@@ -70,14 +72,17 @@ def test_any_case_matches_the_oracle(
     tokens: int,
     slabs: int,
     groups: int,
-    window_tokens: int,
+    windows: list[int],
+    sink_tokens: int,
     alibi: bool,
 ) -> None:
     held = tuple(n if n == 0 else max(n, tokens) for n in lengths)
     formats = ("fp32", *(n for n in names if n != "fp32"))
     case = make_case(seed, formats, held, head_dim, page_tokens, group, tokens, slabs, groups)
     slopes = torch.linspace(0.01, 0.5, len(held) * group).view(len(held), group) if alibi else None
-    options = {"window_tokens": window_tokens, "slopes": slopes, "want_mass": True}
+    each = torch.tensor((windows * len(held))[: len(held)], dtype=torch.int32)  # one for all, or one a stream
+    window = windows[0] if len(windows) == 1 else each
+    options = {"window_tokens": window, "sink_tokens": sink_tokens, "slopes": slopes, "want_mass": True}
     want = case.run("reference", **options)
     for backend in FAST:
         assert_close(case.run(backend, **options), want)
@@ -223,7 +228,7 @@ def test_half_queries_are_taken(backend: str) -> None:
 
 def test_bad_arguments_are_named() -> None:
     case = make_case(14, ("fp32",), (20,))
-    with pytest.raises(ValueError, match="backend='gpu'.*cpu, torch, reference"):
+    with pytest.raises(ValueError, match="backend='gpu'.*cpu, triton, torch, reference"):
         choose_backend("gpu")
     with pytest.raises(ValueError, match="first_position"):
         attend(case.q[0], case.table, case.pools, case.first_position, scale=1.0)

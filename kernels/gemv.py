@@ -4,7 +4,7 @@ Weights that are exactly bf16 lose nothing by staying so, and take half the memo
 bound by reading them, half the time. Few rows run in native code; many rows are a matrix library's business, which
 gets the weights widened by blocks of outputs that stay in the cache.
 
-    y = linear_bf16(x, weight)          # x [..., K] float32, weight [N, K] bf16 -> y [..., N] float32
+    y = gemv_bf16(x, weight)          # x [..., K] float32, weight [N, K] bf16 -> y [..., N] float32
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NATIVE_ROWS = 16  # beyond, widening costs less than native products
 BLOCK_ELEMENTS = 2 << 20  # weights widened at once
 
 
-def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
+def gemv_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
     """`torch.nn.functional.linear` of the widened weight, without holding that.
 
     Args:
@@ -56,7 +56,7 @@ def _native(x: Tensor, weight: Tensor, rows: int) -> Tensor:
     x = x.contiguous()
     out = x.new_empty(*x.shape[:-1], weight.shape[0])
     pointers = (x.data_ptr(), weight.data_ptr(), out.data_ptr())
-    library().testbed_linear(*pointers, rows, *weight.shape, torch.get_num_threads())
+    library().testbed_gemv(*pointers, rows, *weight.shape, torch.get_num_threads())
     return out
 
 

@@ -56,7 +56,7 @@ void dots(const float* x, const uint16_t* w, int64_t first, int64_t end, int64_t
 extern "C" {
 
 // x [T, K], w [N, K] bf16, y [T, N], all contiguous. The weights of a run stay in the cache for the rows beyond four.
-void testbed_linear(const float* x, const uint16_t* w, float* y, int64_t T, int64_t N, int64_t K, int64_t threads) {
+void testbed_gemv(const float* x, const uint16_t* w, float* y, int64_t T, int64_t N, int64_t K, int64_t threads) {
   using namespace testbed;
   std::vector<float> rows(T * K);
   for (int64_t t = 0; t < T; ++t) split_pairs(x + t * K, K, rows.data() + t * K);

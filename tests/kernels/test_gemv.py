@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.api import choose_backend
-from kernels.linear import BLOCK_ELEMENTS, NATIVE_ROWS, linear_bf16
+from kernels.gemv import BLOCK_ELEMENTS, NATIVE_ROWS, gemv_bf16
 
 SHAPES = [(5, 3), (64, 16), (65, 576), (130, 37), (3, 1536)]
 MANY = BLOCK_ELEMENTS // 1024 + 5  # outputs in more than one block
@@ -34,24 +34,24 @@ def test_equals_float64(rows: tuple[int, ...], outputs: int, inputs: int, backen
     if backend == "cpu" and choose_backend() != "cpu":
         pytest.skip("no C++ compiler")
     x, weight, bias = case(rows, outputs, inputs)
-    close_to_float64(x, weight, None, linear_bf16(x, weight, None, backend))
-    close_to_float64(x, weight, bias, linear_bf16(x, weight, bias, backend))
+    close_to_float64(x, weight, None, gemv_bf16(x, weight, None, backend))
+    close_to_float64(x, weight, bias, gemv_bf16(x, weight, bias, backend))
 
 
 @pytest.mark.parametrize("rows", [2, 40])
 def test_many_outputs_and_rows_that_lie_apart(rows: int) -> None:
     x, weight, bias = case((1024,), MANY, 1024)
     x = x.T[:rows]  # strides 1, 1024
-    close_to_float64(x, weight, bias, linear_bf16(x, weight, bias))
+    close_to_float64(x, weight, bias, gemv_bf16(x, weight, bias))
 
 
 def test_a_row_depends_neither_on_other_rows_nor_on_threads() -> None:
     x, weight, bias = case((NATIVE_ROWS,), 300, 577)
-    together = linear_bf16(x, weight, bias)
-    alone = torch.stack([linear_bf16(row, weight, bias) for row in x])
+    together = gemv_bf16(x, weight, bias)
+    alone = torch.stack([gemv_bf16(row, weight, bias) for row in x])
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    threaded = linear_bf16(x, weight, bias)
+    threaded = gemv_bf16(x, weight, bias)
     torch.set_num_threads(before)
     assert torch.equal(together, threaded)
     assert torch.equal(together, alone)
@@ -63,7 +63,7 @@ def test_extremes_pass_through() -> None:
     x[0, 5], x[0, 6] = 1.0, 1.0
     weight[0, 5], weight[1, 6] = float("inf"), float("nan")
     weight[2, 5], weight[3, 6] = -3.0e38, 1e-40
-    out = linear_bf16(x, weight)[0]
+    out = gemv_bf16(x, weight)[0]
     assert out[0] == float("inf")
     assert out[1].isnan()
     assert out[2] == float(weight[2, 5])
@@ -72,7 +72,7 @@ def test_extremes_pass_through() -> None:
 
 def test_no_rows() -> None:
     _, weight, _ = case((1,), 8, 16)
-    assert linear_bf16(torch.zeros(0, 16), weight).shape == (0, 8)
+    assert gemv_bf16(torch.zeros(0, 16), weight).shape == (0, 8)
 
 
 @pytest.mark.parametrize(
@@ -86,4 +86,4 @@ def test_no_rows() -> None:
 )
 def test_what_does_not_fit_is_refused(x: torch.Tensor, weight: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="linear"):
-        linear_bf16(x, weight)
+        gemv_bf16(x, weight)
