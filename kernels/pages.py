@@ -36,7 +36,6 @@ FLOAT_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, 
 LEVELS = MappingProxyType({"int8": 255, "int4": 15})
 PAGE_TOKENS = (16, 32, 64)
 ALIGN_BYTES = 64
-PROTOTYPE_PAGES = 1024
 
 
 @dataclass(frozen=True)
@@ -171,7 +170,7 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
     """Stores full pages; any strides, so that views of a float page can be quantised directly.
 
     Args:
-        fmt: target format; for "proto" the page's tokens are grouped by `make_prototypes`.
+        fmt: target format; for "proto" the page's tokens are grouped by `prototypes.make_prototypes`.
         k: [M, P, D] float keys, finite.
         v: [M, P, D] float values, finite.
         backend: "cpu", "torch", or None for the fastest there is.
@@ -183,6 +182,8 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
     if k.dim() != 3 or k.shape != v.shape or k.shape[1:] != want:
         raise ValueError(f"encode k {tuple(k.shape)}, v {tuple(v.shape)}: must both be [M, {want[0]}, {want[1]}]")
     if fmt.name == "proto":
+        from kernels.prototypes import encode_prototypes, make_prototypes
+
         return encode_prototypes(fmt, *make_prototypes(k, v, fmt.groups))
     if k.device.type == "cpu" and _choose(backend) == "cpu":
         from kernels.cpu.backend import encode as native
@@ -269,93 +270,3 @@ def _dequantise(arrays: dict[str, Tensor], name: str, header: Tensor) -> Tensor:
     if codes.shape[2] != width:  # two a byte: element i in the low half, i + width / 2 in the high half
         codes = torch.cat([codes & 15, codes >> 4], 2)
     return zero[..., None] + codes.float() * step[..., None]
-
-
-def encode_prototypes(fmt: PageFormat, k: Tensor, v: Tensor, log2_count: Tensor) -> Tensor:
-    """Stores prototypes, or with C = 1 the background state of a stream.
-
-    Args:
-        fmt: a "proto" format with C groups.
-        k: [M, C, D] mean keys.
-        v: [M, C, D] mean values.
-        log2_count: [M, C] log2 of the tokens each stands for; -inf for none.
-
-    Returns:
-        [M, page_bytes] uint8.
-    """
-    if fmt.name != "proto" or k.shape != v.shape or k.shape[1:] != (fmt.groups, fmt.head_dim):
-        raise ValueError(
-            f"prototypes {tuple(k.shape)} for format {fmt.name}: must be proto and [M, {fmt.groups}, {fmt.head_dim}]"
-        )
-    blobs = torch.zeros(k.shape[0], fmt.page_bytes, dtype=torch.uint8, device=k.device)
-    out = views(fmt, blobs)
-    out["k"].copy_(k)
-    out["v"].copy_(v)
-    out["log2_count"].copy_(log2_count)
-    return blobs
-
-
-def make_prototypes(k: Tensor, v: Tensor, groups: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits each page's tokens into groups of similar keys and takes their means.
-
-    Principal-direction bisecting (Boley 1998): the group with the largest scatter is cut by the sign of its
-    first principal component, C - 1 times. Deterministic; all pages at once. Everything follows from the
-    pages' Gram matrices [P, P], so no covariance [D, D] is built.
-
-    Args:
-        k: [M, P, D] keys.
-        v: [M, P, D] values.
-        groups: C.
-        valid: [M, P] bool, tokens to count; all by default.
-
-    Returns:
-        mean keys [M, C, D], mean values [M, C, D], log2 counts [M, C] (-inf and zero means for an empty
-        group), float32.
-    """
-    parts = []
-    for start in range(0, max(len(k), 1), PROTOTYPE_PAGES):  # small enough to stay in a core's cache
-        some = slice(start, start + PROTOTYPE_PAGES)
-        parts.append(_make_prototypes(k[some], v[some], groups, None if valid is None else valid[some]))
-    mean_k, mean_v, log2_count = (torch.cat(x) for x in zip(*parts, strict=True))
-    return mean_k, mean_v, log2_count
-
-
-def _make_prototypes(k: Tensor, v: Tensor, groups: int, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """As `make_prototypes`, all pages at once."""
-    keys, values = k.float(), v.float()
-    if valid is None:
-        valid = torch.ones(k.shape[:2], dtype=torch.bool, device=k.device)
-    else:
-        keys, values = (torch.where(valid[..., None], x, 0.0) for x in (keys, values))
-    group = torch.where(valid, 0, -1)
-    if groups > 1:
-        centred = keys - keys.sum(1, keepdim=True) / valid.sum(1).clamp(min=1)[:, None, None]
-        gram = centred @ centred.transpose(1, 2)
-        for new in range(1, groups):
-            group = _bisect(gram, group, new)
-    member = (group[:, None] == torch.arange(groups, device=k.device)[:, None]).float()
-    count = member.sum(2)
-    share = member / count.clamp(min=1)[..., None]
-    return share @ keys, share @ values, count.log2()
-
-
-def _bisect(gram: Tensor, group: Tensor, new: int) -> Tensor:
-    """Cuts the group with the largest scatter of each page in two.
-
-    gram: [M, P, P]; group: [M, P] int64, -1 for no group; new: the number the new part gets.
-    """
-    member = (group[:, None] == torch.arange(new, device=gram.device)[:, None]).float()
-    count = member.sum(2).clamp(min=1)
-    squares = (member * gram.diagonal(dim1=1, dim2=2)[:, None]).sum(2)
-    scatter = squares - ((member @ gram) * member).sum(2) / count
-    chosen = scatter.argmax(1)
-    mask = member[torch.arange(len(gram), device=gram.device), chosen]
-    share = mask / mask.sum(1, keepdim=True).clamp(min=1)
-    row = gram @ share[..., None]
-    inner = gram - row - row.transpose(1, 2) + share[:, None] @ row
-    inner = inner * mask[:, None] * mask[..., None]
-    farthest = inner.diagonal(dim1=1, dim2=2).argmax(1)
-    direction = inner[torch.arange(len(gram), device=gram.device), farthest][..., None]
-    for _ in range(8):
-        direction = torch.nn.functional.normalize(inner @ direction, dim=1)
-    return torch.where((direction[..., 0] > 0) & (mask > 0), new, group)

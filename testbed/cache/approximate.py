@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.pages import encode_prototypes, make_prototypes
+from kernels.prototypes import encode_prototypes, make_prototypes
 from policies.base import Mode
 from testbed.cache.pool import SlabPool
 

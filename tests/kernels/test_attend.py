@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from paged_case import Case, make_case, with_formats_poisoned
 
 from kernels.api import PageTable, Pool, attend, choose_backend
-from kernels.pages import encode, encode_prototypes, page_format
+from kernels.pages import encode, page_format
+from kernels.prototypes import encode_prototypes
 from kernels.state import Partial
 
 FAST = ("cpu", "torch")
