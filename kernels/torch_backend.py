@@ -143,35 +143,3 @@ class _Block:
         if slopes is not None:
             lse = (lse.double() + slopes[..., None].double() * own[:, None] / math.log(2)).float()
         return Partial(out, lse, mass)
-
-
-def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool) -> None:
-    """As `kernels.api.append`."""
-    slab_of, row = table_slot.long() // pool.slab_pages, table_slot.long() % pool.slab_pages
-    offset = offset.long().expand(table_slot.shape)
-    for i, slab in enumerate(pool.slabs):
-        arrays = views(pool.fmt, slab)
-        at = slab_of == i
-        if bool(at.any()):
-            arrays["k"][row[at], :, offset[at]] = k[at].to(arrays["k"].dtype)
-            arrays["v"][row[at], offset[at]] = v[at].to(arrays["v"].dtype)
-
-
-def gather(pool: Pool, slots: Tensor) -> Tensor:
-    """As `kernels.api.gather`; a loop over the slabs touched."""
-    out = torch.empty(len(slots), pool.fmt.page_bytes, dtype=torch.uint8, device=slots.device)
-    slab = slots // max(pool.slab_pages, 1)
-    for index in slab.unique().tolist():
-        at = slab == index
-        rows = (slots[at] % pool.slab_pages).to(pool.slabs[index].device)
-        out[at] = pool.slabs[index][rows].to(out.device)
-    return out
-
-
-def scatter(pool: Pool, slots: Tensor, blobs: Tensor) -> None:
-    """As `kernels.api.scatter`; a loop over the slabs touched."""
-    slab = slots // max(pool.slab_pages, 1)
-    for index in slab.unique().tolist():
-        at = slab == index
-        target = pool.slabs[index]
-        target[(slots[at] % pool.slab_pages).to(target.device)] = blobs[at.to(blobs.device)].to(target.device)

@@ -59,15 +59,6 @@ def attend(
     return Partial(out, lse, mass)
 
 
-def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool) -> None:
-    """As `kernels.api.append`."""
-    k, v = k.float().contiguous(), v.float().contiguous()
-    slot, row = table_slot.to(torch.int32).contiguous(), offset.to(torch.int32).contiguous()
-    sizes = (*k.shape, pool.fmt.page_tokens, pool.fmt.format_id, pool.slab_pages)
-    pointers = (k.data_ptr(), v.data_ptr(), slot.data_ptr(), row.data_ptr())
-    library().testbed_append(*pointers, *sizes, pool.slab_pointers.data_ptr(), pool.fmt.page_bytes)
-
-
 def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:
     """As `kernels.pages.encode`, every format but "proto"."""
     if k.dtype != v.dtype or k.dtype not in SOURCE_IDS:
@@ -78,19 +69,3 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:
     pointers = (k.data_ptr(), v.data_ptr(), blobs.data_ptr(), strides)
     library().testbed_encode(*pointers, *numbers, torch.get_num_threads())
     return blobs
-
-
-def gather(pool: Pool, slots: Tensor) -> Tensor:
-    """As `kernels.api.gather`."""
-    slots = slots.to(torch.int64).contiguous()
-    out = torch.empty(len(slots), pool.fmt.page_bytes, dtype=torch.uint8)
-    numbers = (pool.slab_pointers.data_ptr(), pool.slab_pages, pool.fmt.page_bytes, slots.data_ptr(), len(slots))
-    library().testbed_gather(*numbers, out.data_ptr())
-    return out
-
-
-def scatter(pool: Pool, slots: Tensor, blobs: Tensor) -> None:
-    """As `kernels.api.scatter`."""
-    slots, blobs = slots.to(torch.int64).contiguous(), blobs.contiguous()
-    numbers = (pool.slab_pointers.data_ptr(), pool.slab_pages, pool.fmt.page_bytes, slots.data_ptr(), len(slots))
-    library().testbed_scatter(*numbers, blobs.data_ptr())

@@ -21,7 +21,7 @@ def test_appended_tokens_make_the_encoded_page(name: str, page_tokens: int, back
     for start, end in ((0, 1), (1, 5), (5, page_tokens + 3), (page_tokens + 3, 2 * page_tokens)):
         at = torch.arange(start, end)
         slot, offset = pages[:, at // page_tokens], (at % page_tokens).int()
-        append(k[:, start:end], v[:, start:end], slot, offset, pool, backend)
+        append(k[:, start:end], v[:, start:end], slot, offset, pool, backend=backend)
     whole = torch.cat(pool.slabs)
     want = encode(fmt, k.view(6, page_tokens, 80), v.view(6, page_tokens, 80), "torch")
     assert torch.equal(whole[pages.flatten().long()], want)

@@ -1,0 +1,109 @@
+"""What an append keeps current beside K and V, so that no second pass over a page is needed.
+
+Key bounds for Quest's score (arXiv 2406.10774), a quantised copy of each page as it fills (KIVI, arXiv 2402.02750,
+quantises whole pages for the same reason), and its prototypes. All of it equals doing the steps one by one:
+`kernels.scoring.page_bounds`, `kernels.pages.encode` and the prototypes of the page as stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.table import Pool
+
+BOUND_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Upkeep:
+    """What `kernels.api.append` keeps current; a part left None is not kept. Tensors are on the device of the keys.
+
+    Attributes:
+        page: [T] int32, 0 to N - 1: the column of `lowest` and `highest` each new token widens. Only read with bounds.
+        lowest, highest: [S, N, D] fp32, bf16 or fp16, channels contiguous: least and greatest key of each page by
+            channel. A page without tokens must start as +inf and -inf. Keys count as stored (rounded to the pool's
+            dtype, then to the bounds'); a NaN moves no bound.
+        sealed: pool for a copy of each page as it fills, of any format but "proto"; the page is read back as stored.
+        sealed_slot: [S, T] int32: for a token that fills its page (offset P - 1) where the copy goes, else -1; -1
+            also means no copy. Two copies of a call must not share a slot.
+        prototypes: pool of format "proto" for the page's C groups; C > 1 costs a second pass over the filled pages.
+        prototype_slot: [S, T] int32, as `sealed_slot`.
+    """
+
+    page: Tensor
+    lowest: Tensor | None = None
+    highest: Tensor | None = None
+    sealed: Pool | None = None
+    sealed_slot: Tensor | None = None
+    prototypes: Pool | None = None
+    prototype_slot: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Checks types and what belongs together; shapes against k are checked by `check`."""
+        if self.page.dtype != torch.int32 or self.page.dim() != 1:
+            raise ValueError(f"upkeep.page {self.page.dtype} {tuple(self.page.shape)}: must be torch.int32 [T]")
+        pairs = (("lowest", "highest"), ("sealed", "sealed_slot"), ("prototypes", "prototype_slot"))
+        for one, other in pairs:
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                raise ValueError(f"upkeep.{one} and upkeep.{other}: must both be given, or neither")
+        low, high = self.lowest, self.highest
+        if low is not None and high is not None:
+            if low.dtype not in BOUND_DTYPES or low.dim() != 3 or low.stride(2) != 1:
+                raise ValueError(
+                    f"upkeep.lowest {low.dtype} {tuple(low.shape)}, strides {low.stride()}: must be fp32, bf16 or "
+                    "fp16 [S, N, D] with contiguous channels"
+                )
+            if high.dtype != low.dtype or high.shape != low.shape or high.stride(2) != 1:
+                raise ValueError(
+                    f"upkeep.highest {high.dtype} {tuple(high.shape)}, strides {high.stride()}: must be {low.dtype} "
+                    f"{tuple(low.shape)} like lowest, with contiguous channels"
+                )
+        for key in ("sealed_slot", "prototype_slot"):
+            slot = getattr(self, key)
+            if slot is not None and (slot.dtype != torch.int32 or slot.dim() != 2):
+                raise ValueError(f"upkeep.{key} {slot.dtype} {tuple(slot.shape)}: must be torch.int32 [S, T]")
+        if self.sealed is not None and self.sealed.fmt.name == "proto":
+            raise ValueError("upkeep.sealed of format 'proto': must be another, see upkeep.prototypes")
+        if self.prototypes is not None and self.prototypes.fmt.name != "proto":
+            raise ValueError(f"upkeep.prototypes of format {self.prototypes.fmt.name!r}: must be 'proto'")
+
+    def check(self, k: Tensor, pool: Pool) -> None:
+        """Refuses what doesn't fit the keys and the pool they go to.
+
+        Args:
+            k: [S, T, D] new keys.
+            pool: of the float pages.
+
+        Raises:
+            ValueError: naming what is wrong and what is allowed.
+        """
+        streams, tokens, head_dim = k.shape
+        wanted = {
+            "page": (tokens,),
+            "sealed_slot": (streams, tokens),
+            "prototype_slot": (streams, tokens),
+        }
+        for key in ("page", "lowest", "highest", "sealed_slot", "prototype_slot"):
+            value = getattr(self, key)
+            if value is None:
+                continue
+            shape = wanted.get(key, (streams, *value.shape[1:2], head_dim))
+            if value.shape != shape:
+                raise ValueError(f"upkeep.{key} {tuple(value.shape)}: must be {shape}, for keys {tuple(k.shape)}")
+            if value.device != k.device:
+                raise ValueError(f"upkeep.{key} on {value.device}: must be on k's device, {k.device}")
+        for key in ("sealed", "prototypes"):
+            target = getattr(self, key)
+            if target is None:
+                continue
+            fmt = target.fmt
+            if (fmt.page_tokens, fmt.head_dim) != (pool.fmt.page_tokens, pool.fmt.head_dim):
+                raise ValueError(
+                    f"upkeep.{key} of P={fmt.page_tokens}, D={fmt.head_dim}: must have "
+                    f"P={pool.fmt.page_tokens}, D={pool.fmt.head_dim} like pool"
+                )
+            if target.slabs and target.device != k.device:
+                raise ValueError(f"upkeep.{key} on {target.device}: must be on k's device, {k.device}")
