@@ -49,8 +49,8 @@ class Pool:
 
     @cached_property
     def slab_pointers(self) -> Tensor:
-        """[slabs] int64 addresses, for native code; made once, so the slabs must stay where they are."""
-        return torch.tensor([slab.data_ptr() for slab in self.slabs], dtype=torch.int64)
+        """[slabs] int64 addresses, on the slabs' device; made once, so the slabs must stay where they are."""
+        return torch.tensor([slab.data_ptr() for slab in self.slabs], dtype=torch.int64, device=self.device)
 
     @cached_property
     def native(self) -> tuple[int, ...]:
