@@ -148,7 +148,7 @@ def append(
         from kernels.cpu.store import append as run
     else:
         if k.device.type == "cpu" or DEBUG:
-            _check_places(table_slot, offset, pool, upkeep)
+            check_places(table_slot, offset, pool, upkeep)
         from kernels.torch_store import append as run
     run(k, v, table_slot, offset, pool, upkeep)
 
@@ -177,7 +177,7 @@ def _check_append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool
         raise ValueError(f"append pool on {pool.device}: must be on k's device, {k.device}")
 
 
-def _check_places(table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None) -> None:
+def check_places(table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None) -> None:
     """Refuses slots, offsets and pages out of range; native code looks for itself."""
     page_tokens = pool.fmt.page_tokens
     _check_range("table_slot", table_slot, 0, pool.pages - 1)

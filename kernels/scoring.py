@@ -61,14 +61,14 @@ def query_bound(
     """
     _check_pages("query_bound", q, count, lowest=lowest, highest=highest)
     name = choose_backend(backend, q.device.type)
-    if name == "reference":
-        rows = q.double().flatten(1, 2)[:, :, None]
-        score = torch.maximum(rows * lowest.double()[:, None], rows * highest.double()[:, None]).sum(3)
-    else:
-        rows = q.float().flatten(1, 2)
-        signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], 2)
-        score = signed @ torch.cat([highest.float(), lowest.float()], 2).transpose(1, 2)
-    return _best_row(score, count)
+    if name == "cpu" and q.device.type == "cpu":
+        from kernels.cpu.store import page_scores
+
+        return page_scores(q, highest, lowest, count)
+    dtype = torch.float64 if name == "reference" else torch.float32
+    rows = q.to(dtype).flatten(1, 2)
+    signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], 2)
+    return _best_row(signed @ torch.cat([highest.to(dtype), lowest.to(dtype)], 2).transpose(1, 2), count)
 
 
 def mean_key_score(q: Tensor, mean_k: Tensor, count: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -88,12 +88,18 @@ def mean_key_score(q: Tensor, mean_k: Tensor, count: Tensor | None = None, backe
     """
     _check_pages("mean_key_score", q, count, mean_k=mean_k)
     name = choose_backend(backend, q.device.type)
+    if name == "cpu" and q.device.type == "cpu":
+        from kernels.cpu.store import page_scores
+
+        return page_scores(q, mean_k, None, count)
     dtype = torch.float64 if name == "reference" else torch.float32
     return _best_row(q.to(dtype).flatten(1, 2) @ mean_k.to(dtype).transpose(1, 2), count)
 
 
 def _best_row(score: Tensor, count: Tensor | None) -> Tensor:
     """[S, R, N] -> [S, N] float32 by the rules of `query_bound`."""
+    if count is not None:
+        _check_range("count", count, score.shape[2])
     best = torch.where(score.isnan(), -math.inf, score).amax(1).float()
     if count is None:
         return best
@@ -149,6 +155,10 @@ def top_pages(score: Tensor, count: Tensor, k: Tensor, width: int, backend: str 
     """
     _check_top(score, count, k, width)
     name = choose_backend(backend, score.device.type)
+    if name == "cpu" and score.device.type == "cpu":
+        from kernels.cpu.store import top_pages as native
+
+        return native(score, count, k, width)
     _check_range("count", count, score.shape[1])
     _check_range("k", k, width)
     if name == "reference":
@@ -208,7 +218,10 @@ def narrow(table: PageTable, columns: Tensor, number: Tensor, backend: str | Non
         raise ValueError(f"narrow number {number.dtype} {tuple(number.shape)}: must be torch.int32 [{streams}]")
     device = table.pool.device
     _same_device("narrow", device, columns=columns, number=number)
-    choose_backend(backend, device.type)
+    if choose_backend(backend, device.type) == "cpu" and device.type == "cpu":
+        from kernels.cpu.store import narrow as native
+
+        return native(table, columns, number)
     _check_range("number", number, columns.shape[1])
     if not total:
         return PageTable(*(x.new_zeros(columns.shape) for x in (table.pool, table.slot, table.page)), number)
@@ -240,7 +253,6 @@ def _check_pages(what: str, q: Tensor, count: Tensor | None, **arrays: Tensor) -
     if count.dtype != torch.int32 or count.shape != q.shape[:1]:
         raise ValueError(f"{what} count {count.dtype} {tuple(count.shape)}: must be torch.int32 [{q.shape[0]}]")
     _same_device(what, q.device, count=count)
-    _check_range("count", count, first.shape[1])
 
 
 def _check_top(score: Tensor, count: Tensor, k: Tensor, width: int) -> None:

@@ -17,7 +17,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-SOURCES = ("attend.cpp", "gemv.cpp", "store.cpp")
+SOURCES = ("attend.cpp", "gemv.cpp", "score.cpp", "store.cpp")
 HEADERS = ("lanes.h", "pages.h", "parallel.h")
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-shared", "-fPIC")
 
@@ -40,14 +40,17 @@ def library() -> ctypes.CDLL:
         raise BuildError(f"{path} can't be loaded: {error}") from error
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.testbed_attend.argtypes = [pointer] * 9 + [ctypes.c_float]
-    loaded.testbed_append.argtypes = [pointer] * 4 + [number] * 6 + [pointer, number]
+    loaded.testbed_append.argtypes = loaded.testbed_score.argtypes = [pointer]
     loaded.testbed_encode.argtypes = [pointer] * 4 + [number] * 7
     loaded.testbed_gemv.argtypes = [pointer] * 3 + [number] * 4
     loaded.testbed_gather.argtypes = [pointer, number, number, pointer, number, pointer]
     loaded.testbed_scatter.argtypes = [pointer, number, number, pointer, number, pointer]
+    loaded.testbed_top_pages.argtypes = [pointer] * 5 + [number] * 5
+    loaded.testbed_narrow.argtypes = [pointer] * 6 + [number] * 3 + [pointer] * 3
+    for name in ("testbed_append", "testbed_score", "testbed_top_pages", "testbed_narrow"):
+        getattr(loaded, name).restype = number  # what was wrong, 0 for nothing
     for name in (
         "testbed_attend",
-        "testbed_append",
         "testbed_encode",
         "testbed_gemv",
         "testbed_gather",
@@ -72,7 +75,7 @@ def _build() -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     digest = hashlib.sha256()
     texts = [Path(__file__).with_name(name).read_bytes() for name in (*SOURCES, *HEADERS)]
-    for part in (*texts, version.encode(), " ".join(FLAGS).encode(), _cpu().encode()):
+    for part in (*texts, version.encode(), " ".join(FLAGS).encode(), cpu_features().encode()):
         digest.update(part + b"\0")
     target = cache_folder() / f"attend-{digest.hexdigest()[:16]}.so"
     proof = target.with_suffix(".sha256")
@@ -116,7 +119,7 @@ def _compiler() -> str:
     raise BuildError("no C++ compiler (g++, c++, clang++ or $CXX) was found")
 
 
-def _cpu() -> str:
+def cpu_features() -> str:
     """What -march=native depends on."""
     try:
         flags = re.search(r"^(?:flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)

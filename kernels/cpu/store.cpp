@@ -1,4 +1,5 @@
-// Writing pages: new tokens into float pages, and whole pages into any format. Same arithmetic as kernels/pages.py.
+// Writing pages: new tokens into float pages with what follows from them, whole pages into any format, and copies.
+// Same arithmetic as kernels/pages.py.
 #include <vector>
 
 #include "pages.h"
@@ -44,16 +45,25 @@ inline void put_float(uint8_t* to, int64_t format, const float* x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) ((uint16_t*)to)[i] = float_to_fp16(x[i]);
 }
 
+typedef uint8_t vbytes __attribute__((vector_size(W)));
+
 // Rows of tile [A, B] to codes, with step and lowest value of a row as 8-bit codes on grids of the whole page.
 void quantise(const float* tile, int A, int B, int levels, uint8_t* codes, uint8_t* scale, uint8_t* zero, float* header) {
-  std::vector<float> low(A), high(A);
-  std::vector<uint8_t> row(B);
-  for (int a = 0; a < A; ++a) {
-    vf l = load(tile + a * B), h = l;
-    for (int b = W; b < B; b += W) {
-      vf x = load(tile + a * B + b);
-      l = x < l ? x : l, h = x > h ? x : h;
+  const int padded = (B + W - 1) / W * W;
+  std::vector<float> low(A), high(A), last(W);
+  std::vector<uint8_t> row(padded);
+  // Whole vectors of a row; the last may overlap the one before, which neither bound nor code minds.
+  auto each = [&](const float* x, auto&& body) {
+    if (B < W) {
+      for (int i = 0; i < W; ++i) last[i] = x[i < B ? i : B - 1];
+      return body(0, load(last.data()));
     }
+    for (int b = 0; b + W <= B; b += W) body(b, load(x + b));
+    if (B % W) body(B - W, load(x + B - W));
+  };
+  for (int a = 0; a < A; ++a) {
+    vf l = splat(tile[a * B]), h = l;
+    each(tile + a * B, [&](int, vf x) { l = x < l ? x : l, h = x > h ? x : h; });
     low[a] = -highest(-l), high[a] = highest(h);
   }
   float base = low[0], top = low[0];
@@ -73,13 +83,13 @@ void quantise(const float* tile, int A, int B, int levels, uint8_t* codes, uint8
     scale[a] = (uint8_t)(code < 255.0f ? code : 255.0f);
     const float step = scale[a] * step_unit, inverse = step > 0 ? 1.0f / step : 0.0f;
     const vf most = splat((float)levels), none = splat(0.0f), magic = splat(12582912.0f);
-    for (int b = 0; b < B; b += W) {
-      vf x = (load(tile + a * B + b) - splat(low[a])) * splat(inverse);
+    each(tile + a * B, [&](int b, vf x) {
+      x = (x - splat(low[a])) * splat(inverse);
       x = x < none ? none : x;
       x = x > most ? most : x;
-      vb8 bytes = __builtin_convertvector((vi)(x + magic) - (vi)magic, vb8);
-      std::memcpy(row.data() + b, &bytes, 8);
-    }
+      vbytes bytes = __builtin_convertvector((vi)(x + magic) - (vi)magic, vbytes);
+      std::memcpy(row.data() + b, &bytes, W);
+    });
     if (levels == 255) std::memcpy(codes + a * B, row.data(), B);
     else
       for (int b = 0; b < B / 2; ++b) codes[a * (B / 2) + b] = row[b] | (uint8_t)(row[b + B / 2] << 4);
@@ -102,6 +112,144 @@ void encode_page(int64_t format, const Source& k, const Source& v, int64_t m, in
   std::memcpy(header_at, header, 24);
 }
 
+// A pool as `Pool.native` of kernels/table.py describes it, and how many pages it holds.
+struct Slabs {
+  int64_t format, rows, slab_pages;
+  const int64_t* slabs;
+  int64_t bytes, pages;
+  uint8_t* at(int64_t slot) const { return (uint8_t*)slabs[slot / slab_pages] + (slot % slab_pages) * bytes; }
+};
+
+// Where copies of filled pages go: slot [S, T], rows of `stream` elements; null for no copies.
+struct Copies {
+  const int32_t* slot;
+  int64_t stream;
+  Slabs pool;
+};
+
+// k, v: [S, T, D], channels contiguous, strides in elements; all else as kernels/upkeep.py. Filled by kernels/cpu/store.py.
+struct Append {
+  const uint8_t *k, *v;
+  int64_t source, k_stream, k_token, v_stream, v_token, S, T, D, P;
+  const int32_t *slot, *offset;
+  int64_t slot_stream;
+  Slabs pool;
+  const int32_t* page;
+  uint8_t *lowest, *highest;  // [S, N, D] or null
+  int64_t bounds_format, N, low_stream, low_page, high_stream, high_page;
+  Copies sealed, prototypes;
+  int64_t threads;
+};
+
+inline int64_t width_of(int64_t format) { return format == kFp32 ? 4 : 2; }
+
+inline void get_float(float* to, int64_t format, const uint8_t* x, int64_t n) {
+  if (format == kFp32) std::memcpy(to, x, 4 * n);
+  else if (format == kBf16)
+    for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_float(((const uint16_t*)x)[i]);
+  else
+    for (int64_t i = 0; i < n; ++i) to[i] = fp16_to_float(((const uint16_t*)x)[i]);
+}
+
+// Rounds to a format and back.
+inline void round_to(float* x, int64_t format, uint8_t* scratch, int64_t n) {
+  if (format == kFp32) return;
+  put_float(scratch, format, x, n);
+  get_float(x, format, scratch, n);
+}
+
+template <class T>
+inline void spread(uint8_t* to, const uint8_t* from, int64_t apart, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) ((T*)to)[i * apart] = ((const T*)from)[i];
+}
+
+// One bound of a page: the lesser or greater of what it is and x, channel by channel; NaN in x changes nothing.
+template <bool LOW>
+inline void widen(uint8_t* bound, int64_t format, const float* x, float* old, int64_t n) {
+  get_float(old, format, bound, n);
+  for (int64_t i = 0; i < n; ++i) {
+    if (LOW) old[i] = x[i] < old[i] ? x[i] : old[i];
+    else old[i] = x[i] > old[i] ? x[i] : old[i];
+  }
+  put_float(bound, format, old, n);
+}
+
+// The means of a float page as its one prototype: k, v [D] bf16, log2 of the count.
+void one_prototype(const uint8_t* page, int64_t format, int P, int D, float* tile, const Slabs& pool,
+                   uint8_t* to) {
+  float *values = tile + P * D, *mean = values + P * D;
+  get_float(tile, format, page, 2ll * P * D);
+  for (int d = 0; d < D; ++d) {
+    float total = 0.0f;
+    for (int j = 0; j < P; ++j) total += tile[d * P + j];
+    mean[d] = total / P;
+  }
+  for (int d = 0; d < D; ++d) mean[D + d] = 0.0f;
+  for (int j = 0; j < P; ++j)
+    for (int d = 0; d < D; ++d) mean[D + d] += values[j * D + d];
+  for (int d = 0; d < D; ++d) mean[D + d] /= P;
+  const float log2_count = std::log2((float)P);
+  std::memset(to, 0, pool.bytes);
+  put_float(to, kBf16, mean, 2ll * D);
+  std::memcpy(to + 4ll * D, &log2_count, 4);
+}
+
+// All new tokens of a stream, in order.
+void append_stream(const Append& c, int64_t s) {
+  const int64_t P = c.P, D = c.D, width = width_of(c.pool.format), in = width_of(c.source);
+  std::vector<float> tile(2 * P * D + 2 * D);  // also holds the rows of one token
+  float *x = tile.data(), *old = x + D;
+  std::vector<uint8_t> stored(4 * D);
+  for (int64_t t = 0; t < c.T; ++t) {
+    const int64_t slot = c.slot[s * c.slot_stream + t], row = c.offset[t];
+    uint8_t* page = c.pool.at(slot);
+    get_float(x, c.source, c.v + (s * c.v_stream + t * c.v_token) * in, D);
+    put_float(page + (P * D + row * D) * width, c.pool.format, x, D);
+    get_float(x, c.source, c.k + (s * c.k_stream + t * c.k_token) * in, D);
+    put_float(stored.data(), c.pool.format, x, D);
+    if (width == 4) spread<uint32_t>(page + row * 4, stored.data(), P, D);
+    else spread<uint16_t>(page + row * 2, stored.data(), P, D);
+    if (c.lowest) {
+      const int64_t size = width_of(c.bounds_format), at = c.page[t];
+      get_float(x, c.pool.format, stored.data(), D);
+      round_to(x, c.bounds_format, stored.data(), D);
+      widen<true>(c.lowest + (s * c.low_stream + at * c.low_page) * size, c.bounds_format, x, old, D);
+      widen<false>(c.highest + (s * c.high_stream + at * c.high_page) * size, c.bounds_format, x, old, D);
+    }
+    const int64_t seal = c.sealed.slot ? c.sealed.slot[s * c.sealed.stream + t] : -1;
+    if (seal >= 0) {
+      const Slabs& pool = c.sealed.pool;
+      const Source k{page, c.pool.format, 0, 1, P}, v{page + P * D * width, c.pool.format, 0, D, 1};
+      uint8_t* to = pool.at(seal);
+      std::memset(to, 0, pool.bytes);
+      encode_page(pool.format, k, v, 0, (int)P, (int)D, tile.data(), to);
+    }
+    const int64_t group = c.prototypes.slot ? c.prototypes.slot[s * c.prototypes.stream + t] : -1;
+    if (group >= 0 && c.prototypes.pool.rows == 1)  // more groups are made by the caller
+      one_prototype(page, c.pool.format, (int)P, (int)D, tile.data(), c.prototypes.pool, c.prototypes.pool.at(group));
+  }
+}
+
+// What is out of range, or 0: 1 table_slot, 2 offset, 3 page, 4 sealed_slot, 5 prototype_slot.
+int64_t fault(const Append& c) {
+  auto bad = [&](const Copies& copies, int64_t at, int64_t t) {
+    if (!copies.slot) return false;
+    const int64_t slot = copies.slot[at * copies.stream + t];
+    return slot < -1 || slot >= copies.pool.pages || (slot >= 0 && c.offset[t] != c.P - 1);
+  };
+  for (int64_t t = 0; t < c.T; ++t) {
+    if (c.offset[t] < 0 || c.offset[t] >= c.P) return 2;
+    if (c.lowest && (c.page[t] < 0 || c.page[t] >= c.N)) return 3;
+    for (int64_t s = 0; s < c.S; ++s) {
+      const int64_t slot = c.slot[s * c.slot_stream + t];
+      if (slot < 0 || slot >= c.pool.pages) return 1;
+      if (bad(c.sealed, s, t)) return 4;
+      if (bad(c.prototypes, s, t)) return 5;
+    }
+  }
+  return 0;
+}
+
 }  // namespace testbed
 
 extern "C" {
@@ -121,17 +269,14 @@ void testbed_encode(const uint8_t* k, const uint8_t* v, uint8_t* out, const int6
   run((pages + kChunkPages - 1) / kChunkPages, threads, work);
 }
 
-// k, v: [S, T, D] float; slot: [S, T]; offset: [T].
-void testbed_append(const float* k, const float* v, const int32_t* slot, const int32_t* offset, int64_t S, int64_t T,
-                    int64_t D, int64_t P, int64_t format, int64_t slab_pages, const int64_t* slabs, int64_t bytes) {
+// Nothing is written unless all is in range; see `fault`.
+int64_t testbed_append(const testbed::Append* call) {
   using namespace testbed;
-  const int64_t width = format == kFp32 ? 4 : 2;
-  for (int64_t i = 0; i < S * T; ++i) {
-    uint8_t* page = (uint8_t*)slabs[slot[i] / slab_pages] + (slot[i] % slab_pages) * bytes;
-    const int64_t row = offset[i % T];
-    for (int64_t d = 0; d < D; ++d) put_float(page + (d * P + row) * width, format, k + i * D + d, 1);
-    put_float(page + (P * D + row * D) * width, format, v + i * D, D);
-  }
+  const int64_t wrong = fault(*call);
+  if (wrong) return wrong;
+  auto work = [&](int64_t s) { append_stream(*call, s); };
+  run(call->S, call->threads, work);
+  return 0;
 }
 
 // Whole pages between slabs and one run of bytes: out[i] = page slot[i], or the other way round.

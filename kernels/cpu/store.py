@@ -2,25 +2,87 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 from torch import Tensor
 
 from kernels import torch_store
 from kernels.cpu.build import library
-from kernels.table import Pool
+from kernels.pages import FLOAT_DTYPES, FORMAT_IDS
+from kernels.table import PageTable, Pool
 from kernels.upkeep import Upkeep
+
+SOURCE_IDS = {dtype: FORMAT_IDS[name] for name, dtype in FLOAT_DTYPES.items()}
+# Structures of eight-byte fields, in the order store.cpp and score.cpp declare them.
+APPEND = ctypes.c_int64 * 46
+SCORES = ctypes.c_int64 * 15
+NO_BOUNDS = (0,) * 9
+NO_COPIES = (0,) * 8
+# Fewer elements than this are written sooner than a second thread wakes.
+THREADED_ELEMENTS = 1 << 16
 
 
 def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None = None) -> None:
-    """As `kernels.api.append`."""
+    """As `kernels.api.append`, in one native call but for prototypes of several groups."""
+    if k.dtype != v.dtype or k.dtype not in SOURCE_IDS:
+        k, v = k.float(), v.float()
+    k, v, table_slot = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v, table_slot))
+    offset = offset.contiguous()
+    page = bounds = sealed = grouped = None
     if upkeep is not None:
-        torch_store.append(k, v, table_slot, offset, pool, upkeep)
-        return
-    k, v = k.float().contiguous(), v.float().contiguous()
-    slot, row = table_slot.to(torch.int32).contiguous(), offset.to(torch.int32).contiguous()
-    sizes = (*k.shape, pool.fmt.page_tokens, pool.fmt.format_id, pool.slab_pages)
-    pointers = (k.data_ptr(), v.data_ptr(), slot.data_ptr(), row.data_ptr())
-    library().testbed_append(*pointers, *sizes, pool.slab_pointers.data_ptr(), pool.fmt.page_bytes)
+        page, bounds = upkeep.page.contiguous(), (upkeep.lowest, upkeep.highest)
+        sealed = None if upkeep.sealed_slot is None else upkeep.sealed_slot.contiguous()
+        grouped = None if upkeep.prototype_slot is None else upkeep.prototype_slot.contiguous()
+    threads = torch.get_num_threads() if k.numel() >= THREADED_ELEMENTS else 1
+    call = APPEND(
+        k.data_ptr(),
+        v.data_ptr(),
+        SOURCE_IDS[k.dtype],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        *k.shape,
+        pool.fmt.page_tokens,
+        table_slot.data_ptr(),
+        offset.data_ptr(),
+        table_slot.stride(0),
+        *pool.native,
+        pool.pages,
+        *_bounds(page, bounds),
+        *_copies(upkeep and upkeep.sealed, sealed),
+        *_copies(upkeep and upkeep.prototypes, grouped),
+        threads,
+    )
+    fault = library().testbed_append(call)
+    if fault:
+        _refuse_append(fault, table_slot, offset, pool, upkeep)
+    if upkeep is not None and upkeep.prototypes is not None and upkeep.prototypes.fmt.groups > 1:
+        assert upkeep.prototype_slot is not None
+        torch_store.seal(pool, table_slot, upkeep.prototypes, upkeep.prototype_slot)
+
+
+def _bounds(page: Tensor | None, bounds: tuple[Tensor | None, Tensor | None] | None) -> tuple[int, ...]:
+    """Pages and bounds as store.cpp takes them."""
+    if page is None or bounds is None or bounds[0] is None or bounds[1] is None:
+        return NO_BOUNDS
+    low, high = bounds
+    strides = (*low.stride()[:2], *high.stride()[:2])
+    return page.data_ptr(), low.data_ptr(), high.data_ptr(), SOURCE_IDS[low.dtype], low.shape[1], *strides
+
+
+def _copies(target: Pool | None, slot: Tensor | None) -> tuple[int, ...]:
+    """Where copies of filled pages go, as store.cpp takes it."""
+    if target is None or slot is None:
+        return NO_COPIES
+    return slot.data_ptr(), slot.stride(0), *target.native, target.pages
+
+
+def _refuse_append(fault: int, table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None) -> None:
+    """Says what store.cpp found out of range."""
+    from kernels.api import check_places
+
+    check_places(table_slot, offset, pool, upkeep)
+    raise AssertionError(f"store.cpp refused argument {fault} of an append that is in range")
 
 
 def gather(pool: Pool, slots: Tensor) -> Tensor:
@@ -37,3 +99,63 @@ def scatter(pool: Pool, slots: Tensor, blobs: Tensor) -> None:
     slots, blobs = slots.to(torch.int64).contiguous(), blobs.contiguous()
     numbers = (pool.slab_pointers.data_ptr(), pool.slab_pages, pool.fmt.page_bytes, slots.data_ptr(), len(slots))
     library().testbed_scatter(*numbers, blobs.data_ptr())
+
+
+def page_scores(q: Tensor, high: Tensor, low: Tensor | None, count: Tensor | None) -> Tensor:
+    """As `kernels.scoring.query_bound`, or without `low` as `mean_key_score`."""
+    streams, group, tokens, head_dim = q.shape
+    rows = q.float().contiguous()
+    high = high if high.stride(2) == 1 else high.contiguous()
+    low = low if low is None or low.stride(2) == 1 else low.contiguous()
+    count = None if count is None else count.contiguous()
+    out = torch.empty(streams, high.shape[1])
+    call = SCORES(
+        rows.data_ptr(),
+        high.data_ptr(),
+        0 if low is None else low.data_ptr(),
+        *high.stride()[:2],
+        *((0, 0) if low is None else low.stride()[:2]),
+        SOURCE_IDS[high.dtype],
+        streams,
+        group * tokens,
+        head_dim,
+        high.shape[1],
+        0 if count is None else count.data_ptr(),
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
+    if library().testbed_score(call):
+        raise ValueError(f"count {count}: must be 0 to {high.shape[1]}")
+    return out
+
+
+def top_pages(score: Tensor, count: Tensor, k: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """As `kernels.scoring.top_pages`."""
+    streams, total = score.shape
+    score = score if score.stride(1) == 1 else score.contiguous()
+    count, k = count.contiguous(), k.contiguous()
+    columns = torch.empty(streams, width, dtype=torch.int32)
+    number = torch.empty(streams, dtype=torch.int32)
+    pointers = (x.data_ptr() for x in (score, count, k, columns, number))
+    sizes = (streams, total, score.stride(0), width, torch.get_num_threads())
+    fault = library().testbed_top_pages(*pointers, *sizes)
+    if fault:
+        name, value, most = ("count", count, total) if fault == 1 else ("k", k, width)
+        raise ValueError(f"{name} {int(value.min())} to {int(value.max())}: must be 0 to {most}")
+    return columns, number
+
+
+def narrow(table: PageTable, columns: Tensor, number: Tensor) -> PageTable:
+    """As `kernels.scoring.narrow`."""
+    streams, width = columns.shape
+    pool, slot, page = (x if x.stride(1) == 1 else x.contiguous() for x in (table.pool, table.slot, table.page))
+    columns, number = columns.contiguous(), number.contiguous()
+    out = [torch.empty(streams, width, dtype=x.dtype) for x in (pool, slot, page)]
+    strides = (ctypes.c_int64 * 3)(pool.stride(0), slot.stride(0), page.stride(0))
+    pointers = (pool.data_ptr(), slot.data_ptr(), page.data_ptr(), strides, columns.data_ptr(), number.data_ptr())
+    sizes = (streams, pool.shape[1], width)
+    fault = library().testbed_narrow(*pointers, *sizes, *(x.data_ptr() for x in out))
+    if fault:
+        name, value, most = ("columns", columns, pool.shape[1] - 1) if fault == 1 else ("number", number, width)
+        raise ValueError(f"narrow {name} {int(value.min())} to {int(value.max())}: must be 0 to {most}")
+    return PageTable(*out, number)
