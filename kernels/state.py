@@ -32,7 +32,8 @@ def merge(partials: Sequence[Partial]) -> Partial:
     """Attention over the union of disjoint key sets; mass is dropped, since tables differ.
 
     Args:
-        partials: at least one, all of the same shapes; empty ones (lse -inf) count for nothing.
+        partials: at least one, all of the same shapes; empty ones (lse -inf) count for nothing; a row that is
+            NaN in one is NaN.
 
     Raises:
         ValueError: no partial at all.
@@ -46,8 +47,8 @@ def merge(partials: Sequence[Partial]) -> Partial:
     # -inf minus -inf is NaN: an all-empty row is weighed against 0 instead.
     weight = torch.exp2(lse - torch.where(top.isinf(), 0.0, top))
     total = weight.sum(0)
-    scale = torch.where(weight > 0, weight / total, 0.0)
+    scale = torch.where(weight == 0, 0.0, weight / total)
     out = torch.zeros_like(partials[0].out)
     for p, s in zip(partials, scale, strict=True):
-        out = out + torch.where(s[..., None] > 0, p.out * s[..., None], 0.0)
+        out = out + torch.where(s[..., None] == 0, 0.0, p.out * s[..., None])
     return Partial(out, torch.where(top.isinf(), top, top + total.log2()))

@@ -7,7 +7,7 @@ Pages are gathered and decoded a bounded block at a time; blocks are joined by t
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,40 +34,64 @@ def attend(
     options: Options,
 ) -> Partial:
     """As `kernels.api.attend`."""
-    streams, group, tokens, head_dim = q.shape
     out = torch.zeros(q.shape, device=q.device)
     lse = torch.full(q.shape[:3], -math.inf, device=q.device)
     mass = torch.zeros(table.pool.shape, device=q.device) if options.want_mass else None
-    if not pools or not table.pool.shape[1]:
+    if not pools or not q.numel():
         return Partial(out, lse, mass)
-    windows = options.window_tokens
-    width = max(pool.fmt.rows for pool in pools)
-    block_pages = max(1, BLOCK_TOKENS // width)
-    stream_bytes = block_pages * width * (2 * head_dim + 2 * group * tokens) * 4
-    block_streams = max(1, BLOCK_BYTES // stream_bytes)
-    for s in range(0, streams, block_streams):
-        part = slice(s, s + block_streams)
-        some = PageTable(table.pool[part], table.slot[part], table.page[part], table.count[part])
+    slopes, window = options.slopes, options.window_tokens
+    for entries, part in _alike(q, table.count, max(pool.fmt.rows for pool in pools)):
+        some = PageTable(*(_widen(x[part], entries) for x in (table.pool, table.slot, table.page)), table.count[part])
         own = replace(
             options,
-            slopes=None if options.slopes is None else options.slopes[part],
-            window_tokens=windows if isinstance(windows, int) else windows[part],
+            slopes=None if slopes is None else slopes[part],
+            window_tokens=window[part] if isinstance(window, Tensor) else window,
         )
-        result, parts = [Partial(out[part], lse[part])], []
-        for n in range(0, table.pool.shape[1], block_pages):
-            columns = slice(n, n + block_pages)
-            block = _Block(some, pools, columns, width)
-            result.append(block.attend(q[part].float(), first_position[part], own))
-            parts.append((columns, result[-1]))
-        total = merge(result)
-        out[part], lse[part] = total.out, total.lse
-        if mass is not None:
-            for columns, partial in parts:
-                share = torch.exp2(partial.lse - total.lse).nan_to_num(0.0)  # -inf minus -inf: sees nothing
-                assert partial.mass is not None
-                weighted = (partial.mass * share[..., None]).flatten(1, 2).mean(1)
-                mass[part, columns] = weighted
+        result = _attend_alike(q[part].float(), some, pools, first_position[part], own)
+        out[part], lse[part] = result.out, result.lse
+        if mass is not None and result.mass is not None:
+            mass[part, :entries] = result.mass[:, : mass.shape[1]]
     return Partial(out, lse, mass)
+
+
+def _alike(q: Tensor, count: Tensor, rows: int) -> Iterator[tuple[int, Tensor]]:
+    """Groups of streams, as (entries, indices), that are worked on together, padded to so many entries.
+
+    The number depends on the stream alone, since sums over other lengths are rounded otherwise; and short streams
+    don't pay for long ones.
+    """
+    _, group, tokens, head_dim = q.shape
+    block = max(1, BLOCK_TOKENS // rows)
+    most = max(1, BLOCK_BYTES // (block * rows * (2 * head_dim + 2 * group * tokens) * 4))
+    padded = [1 << (n - 1).bit_length() if n <= block else -(-n // block) * block for n in count.tolist()]
+    for entries in sorted({n for n, held in zip(padded, count.tolist(), strict=True) if held}):
+        at = torch.tensor([s for s, n in enumerate(padded) if n == entries and count[s] > 0], device=q.device)
+        for some in at.split(most):
+            yield entries, some
+
+
+def _widen(x: Tensor, entries: int) -> Tensor:
+    """Columns [S, N] of a table cut or padded to [S, entries]; what is added lies beyond every count."""
+    return torch.nn.functional.pad(x[:, :entries], (0, max(0, entries - x.shape[1])))
+
+
+def _attend_alike(q: Tensor, table: PageTable, pools: Sequence[Pool], first: Tensor, options: Options) -> Partial:
+    """Streams of one width, by blocks of entries."""
+    rows = max(pool.fmt.rows for pool in pools)
+    step = max(1, BLOCK_TOKENS // rows)
+    parts = []
+    for n in range(0, table.pool.shape[1], step):
+        block = _Block(table, pools, slice(n, n + step), rows)
+        parts.append(block.attend(q, first, options))
+    total = merge(parts)
+    if not options.want_mass:
+        return total
+    masses = []
+    for part in parts:
+        share = torch.where(part.lse == -math.inf, 0.0, torch.exp2(part.lse - total.lse))
+        assert part.mass is not None
+        masses.append((part.mass * share[..., None]).flatten(1, 2).mean(1))
+    return replace(total, mass=torch.cat(masses, 1))
 
 
 class _Block:
