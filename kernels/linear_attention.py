@@ -6,22 +6,29 @@
 so the result is a `Partial` like any other and merges exactly with pages. Features are kept as base-2 exponents, and
 each feature of each stream has its own log2 scale (that of its largest token so far), as softmax keeps a running
 maximum: nothing overflows, and the denominator of a stream that holds a token can't underflow.
+
+Relative error of the output, SmolLM2-135M, 90 streams, 1,776 of 2,048 tokens in the state (mean over streams): left
+out altogether .268, their plain mean .268; favor .273 with F = 64, .267 with 1,024 (real logits are too large for
+random features: their lse is 9 to 13 too low); elu 1.86, .71 with `fit_offset`; anchors .235, .215, .202 with F = 16,
+64, 128. Anchors are the map to use.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
+from kernels.prototypes import make_prototypes
 from kernels.state import Partial
 
 LOG2_E = math.log2(math.e)
 # A feature whose sum falls below this share of what it was when tokens left holds rounding, not tokens.
 LOST = 2.0**-18
+ANCHOR_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -332,3 +339,46 @@ def elu_map(scale: float, log2_offset: Tensor | None = None) -> FeatureMap:
     softmax's, so before it is merged with pages give it an offset (`fit_offset`).
     """
     return FeatureMap("elu", scale, log2_offset=log2_offset)
+
+
+def anchor_map(k: Tensor, features: int, scale: float, valid: Tensor | None = None) -> FeatureMap:
+    """Anchors a stream: phi_q = exp(scale q . a_f), phi_k = softmax_f(-scale |k - a_f|^2). Ours.
+
+    A key counts as the anchors it is near to, so with an anchor on every key nothing is lost. The anchors are the means
+    of k-means groups of sample keys (at most 1,024, evenly spaced) and stay fixed, so later keys that are unlike all of
+    them are weighed wrongly.
+
+    Args:
+        k: [S, n, D] sample keys.
+        features: F.
+        scale: factor of the logits.
+        valid: [S, n] bool, keys to look at; all by default.
+    """
+    step = -(-k.shape[1] // ANCHOR_TOKENS) or 1
+    sample = k[:, ::step]
+    anchors, _, _ = make_prototypes(
+        sample, sample, features, None if valid is None else valid[:, ::step], method="kmeans"
+    )
+    return FeatureMap("anchors", scale, anchors)
+
+
+def fit_offset(
+    fmap: FeatureMap, state: LinearState, q: Tensor, lse: Tensor, weight: Tensor | None = None
+) -> FeatureMap:
+    """The map with the log2_offset that makes its lse right on average over sample queries.
+
+    Args:
+        fmap: the state's map.
+        state: of S streams.
+        q: [S, G, T, D] sample queries.
+        lse: [S, G, T] base-2 log-sum-exp of exact attention over the tokens the state holds.
+        weight: [S, G, T] of each query, such as the share of the state's mass; 1 by default.
+
+    Returns:
+        the same map with log2_offset [S]; unchanged for a stream that holds nothing.
+    """
+    missing = lse.float() - attend(q, state, fmap).lse
+    counted = torch.isfinite(missing).float() * (1.0 if weight is None else weight)
+    total = torch.where(counted > 0, missing, 0.0).mul(counted).sum((1, 2))
+    fresh = total / counted.sum((1, 2)).clamp(min=torch.finfo(total.dtype).tiny)
+    return replace(fmap, log2_offset=fresh if fmap.log2_offset is None else fmap.log2_offset + fresh)
