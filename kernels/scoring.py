@@ -224,13 +224,15 @@ def narrow(table: PageTable, columns: Tensor, number: Tensor, backend: str | Non
         return native(table, columns, number)
     _check_range("number", number, columns.shape[1])
     if not total:
-        return PageTable(*(x.new_zeros(columns.shape) for x in (table.pool, table.slot, table.page)), number)
+        pool, slot, page = (x.new_zeros(columns.shape) for x in (table.pool, table.slot, table.page))
+        return PageTable(pool, slot, page, number)
     if device.type == "cpu" or DEBUG:
         inside = torch.where(_inside(columns, number), columns, 0)
         if bool(((inside < 0) | (inside >= total)).any()):
             raise ValueError(f"narrow columns {int(inside.min())} to {int(inside.max())}: must be 0 to {total - 1}")
     index = torch.where(_inside(columns, number), columns, 0).long()
-    return PageTable(*(x.gather(1, index) for x in (table.pool, table.slot, table.page)), number)
+    pool, slot, page = (x.gather(1, index) for x in (table.pool, table.slot, table.page))
+    return PageTable(pool, slot, page, number)
 
 
 def _check_pages(what: str, q: Tensor, count: Tensor | None, **arrays: Tensor) -> None:

@@ -29,12 +29,7 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
         k, v = k.float(), v.float()
     k, v, table_slot = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v, table_slot))
     offset = offset.contiguous()
-    page = bounds = sealed = grouped = None
-    if upkeep is not None:
-        page, bounds = upkeep.page.contiguous(), (upkeep.lowest, upkeep.highest)
-        sealed = None if upkeep.sealed_slot is None else upkeep.sealed_slot.contiguous()
-        grouped = None if upkeep.prototype_slot is None else upkeep.prototype_slot.contiguous()
-    threads = torch.get_num_threads() if k.numel() >= THREADED_ELEMENTS else 1
+    extra, held = _upkeep(upkeep)
     call = APPEND(
         k.data_ptr(),
         v.data_ptr(),
@@ -48,12 +43,11 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
         table_slot.stride(0),
         *pool.native,
         pool.pages,
-        *_bounds(page, bounds),
-        *_copies(upkeep and upkeep.sealed, sealed),
-        *_copies(upkeep and upkeep.prototypes, grouped),
-        threads,
+        *extra,
+        torch.get_num_threads() if k.numel() >= THREADED_ELEMENTS else 1,
     )
     fault = library().testbed_append(call)
+    del held  # only now: the call holds addresses
     if fault:
         _refuse_append(fault, table_slot, offset, pool, upkeep)
     if upkeep is not None and upkeep.prototypes is not None and upkeep.prototypes.fmt.groups > 1:
@@ -61,20 +55,27 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
         torch_store.seal(pool, table_slot, upkeep.prototypes, upkeep.prototype_slot)
 
 
-def _bounds(page: Tensor | None, bounds: tuple[Tensor | None, Tensor | None] | None) -> tuple[int, ...]:
-    """Pages and bounds as store.cpp takes them."""
-    if page is None or bounds is None or bounds[0] is None or bounds[1] is None:
-        return NO_BOUNDS
-    low, high = bounds
-    strides = (*low.stride()[:2], *high.stride()[:2])
-    return page.data_ptr(), low.data_ptr(), high.data_ptr(), SOURCE_IDS[low.dtype], low.shape[1], *strides
+def _upkeep(upkeep: Upkeep | None) -> tuple[tuple[int, ...], list[Tensor]]:
+    """Bounds and copies as store.cpp takes them, and the tensors whose addresses are among them."""
+    if upkeep is None:
+        return NO_BOUNDS + NO_COPIES + NO_COPIES, []
+    held: list[Tensor] = []
 
+    def address(x: Tensor) -> int:
+        held.append(x if x.is_contiguous() else x.contiguous())
+        return held[-1].data_ptr()
 
-def _copies(target: Pool | None, slot: Tensor | None) -> tuple[int, ...]:
-    """Where copies of filled pages go, as store.cpp takes it."""
-    if target is None or slot is None:
-        return NO_COPIES
-    return slot.data_ptr(), slot.stride(0), *target.native, target.pages
+    numbers = NO_BOUNDS
+    low, high = upkeep.lowest, upkeep.highest
+    if low is not None and high is not None:
+        places = (address(upkeep.page), low.data_ptr(), high.data_ptr(), SOURCE_IDS[low.dtype], low.shape[1])
+        numbers = (*places, *low.stride()[:2], *high.stride()[:2])
+    for target, slot in ((upkeep.sealed, upkeep.sealed_slot), (upkeep.prototypes, upkeep.prototype_slot)):
+        if target is None or slot is None:
+            numbers += NO_COPIES
+        else:
+            numbers += (address(slot), slot.shape[1], *target.native, target.pages)
+    return numbers, held
 
 
 def _refuse_append(fault: int, table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None) -> None:
@@ -150,7 +151,7 @@ def narrow(table: PageTable, columns: Tensor, number: Tensor) -> PageTable:
     streams, width = columns.shape
     pool, slot, page = (x if x.stride(1) == 1 else x.contiguous() for x in (table.pool, table.slot, table.page))
     columns, number = columns.contiguous(), number.contiguous()
-    out = [torch.empty(streams, width, dtype=x.dtype) for x in (pool, slot, page)]
+    new_pool, new_slot, new_page = out = tuple(torch.empty(streams, width, dtype=x.dtype) for x in (pool, slot, page))
     strides = (ctypes.c_int64 * 3)(pool.stride(0), slot.stride(0), page.stride(0))
     pointers = (pool.data_ptr(), slot.data_ptr(), page.data_ptr(), strides, columns.data_ptr(), number.data_ptr())
     sizes = (streams, pool.shape[1], width)
@@ -158,4 +159,4 @@ def narrow(table: PageTable, columns: Tensor, number: Tensor) -> PageTable:
     if fault:
         name, value, most = ("columns", columns, pool.shape[1] - 1) if fault == 1 else ("number", number, width)
         raise ValueError(f"narrow {name} {int(value.min())} to {int(value.max())}: must be 0 to {most}")
-    return PageTable(*out, number)
+    return PageTable(new_pool, new_slot, new_page, number)
