@@ -24,7 +24,7 @@ from torch import Tensor
 from kernels.api import Options, PageTable, Pool, Schedule, attend
 from kernels.state import Partial, merge
 
-KINDS = ("float", "int8", "int4", "proto")
+KINDS: tuple[str, ...] = ("float", "int8", "int4", "proto")
 ROW_BLOCK = 6  # rows the native kernel takes in one pass over a page
 DEFAULTS = Path(__file__).with_name("costs.json")
 FEATURES = ("launch", "wake", "items", *(f"{kind}_{what}" for kind in KINDS for what in ("read", "multiply")))
@@ -173,8 +173,8 @@ class CostModel:
 
 
 def safe_variants(backend: str, threads: int) -> list[Variant]:
-    """Variants that agree in every bit: threads and how many splits one takes at a time."""
-    counts = (1, threads) if threads > 1 and backend == "cpu" else (max(threads, 1),)
+    """Variants that agree in every bit: threads and how many splits one takes at a time; the safest guess first."""
+    counts = (threads, 1) if threads > 1 and backend == "cpu" else (max(threads, 1),)
     takes = (1, 4) if backend == "cpu" else (1,)
     return [Variant(backend, Schedule(threads=n, item_splits=k)) for n in counts for k in takes if n > 1 or k == 1]
 
@@ -195,7 +195,7 @@ def all_variants(backend: str, threads: int, half: bool) -> list[Variant]:
 def local_model() -> CostModel:
     """The coefficients fitted on this machine (`python -m kernels.fit`), else those that come with the package."""
     path = local_path()
-    return CostModel.read(path if path.exists() else DEFAULTS)
+    return CostModel.read(path if path.exists() else DEFAULTS) if path.exists() or DEFAULTS.exists() else CostModel({})
 
 
 def local_path() -> Path:
@@ -270,4 +270,5 @@ def _only(table: PageTable, wanted: Tensor) -> PageTable:
     """The entries wanted [S, N] bool, compact from the left in their order."""
     count = wanted.sum(1, dtype=torch.int32)
     order = (~wanted).to(torch.int8).argsort(dim=1, stable=True)[:, : int(count.max()) if len(count) else 0]
-    return PageTable(*(x.gather(1, order) for x in (table.pool, table.slot, table.page)), count)
+    pool, slot, page = (x.gather(1, order) for x in (table.pool, table.slot, table.page))
+    return PageTable(pool, slot, page, count)

@@ -27,7 +27,7 @@ from kernels.cost import FEATURES, CostModel, Load, Variant, all_variants, featu
 from kernels.pages import encode, page_format
 
 SHAPES = ((3, 3, 64), (8, 4, 128))  # streams, group, head size: SmolLM2-135M, Llama-3.1-8B
-LENGTHS = (64, 512, 2048, 8192)
+LENGTHS = (128, 1024, 8192)
 MIXES = {
     "bf16": {"bf16": 1.0},
     "int8": {"int8": 1.0},
@@ -88,7 +88,7 @@ def make_case(shape: tuple[int, int, int], length: int, mix: str, tokens: int, r
             columns[0][s, :count], columns[1][s, :count] = kinds[at : at + count].to(torch.int8), slot[at : at + count]
             at += count
         page = torch.arange(width, dtype=torch.int32).repeat(streams, 1)
-        tables.append(PageTable(*columns, page, torch.tensor(pages, dtype=torch.int32)))
+        tables.append(PageTable(columns[0], columns[1], page, torch.tensor(pages, dtype=torch.int32)))
     q = torch.randn(streams, group, tokens, head_dim, generator=rng)
     q = q.bfloat16() if half else q
     first = torch.tensor(lengths, dtype=torch.int32) - tokens
@@ -110,7 +110,7 @@ def measure(case: Case, variants: Sequence[Variant], least_s: float = 0.02) -> l
     splits = [split_by_kind(table, case.pools) for table in case.tables]
     best = [float("inf")] * len(variants)
     turn, started = 0, time.perf_counter()
-    while turn < 2 * COPIES or (turn < 60 and time.perf_counter() - started < least_s * len(variants)):
+    while turn < COPIES or (turn < 60 and time.perf_counter() - started < least_s * len(variants)):
         c = turn % COPIES
         for i, variant in enumerate(variants):
             began = time.perf_counter()
@@ -191,9 +191,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases.append(grid(half))
         times.append([])
         for n, case in enumerate(cases[-1]):
-            print(f"\r{'half' if half else 'float32'} queries: load {n + 1} of {len(cases[-1])}", end="", flush=True)
+            if n % 10 == 0:
+                print(f"{'half' if half else 'float32'} queries: load {n + 1} of {len(cases[-1])}", flush=True)
             times[-1].append(measure(case, mine))
-        print()
     held_out, all_fitted, found = [], CostModel({}), []
     for mine, some, took in zip(variants, cases, times, strict=True):
         loads = [case.load for case in some]

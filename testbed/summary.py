@@ -132,7 +132,7 @@ def _twins(outcomes: Sequence[Outcome], names: Sequence[str]) -> list[Number]:
 
 
 def activity(run: Experiment) -> dict[str, Any]:
-    """What the policy did, summed over samples: pages by mode, moves by kind, heads by class."""
+    """What the policy did, summed over samples: pages by mode, moves by kind, heads by class, kernels run."""
     decisions = logs(run.outcomes, full=False)
     moved, modes, formats = Counter[str](), Counter[str](), Counter[str]()
     for log in decisions:
@@ -150,6 +150,7 @@ def activity(run: Experiment) -> dict[str, Any]:
         "pages_quantised": dict(formats),
         "pages_by_mode_at_end": dict(modes),
         "heads_by_class": classes,
+        "kernel_calls": dict(sum((Counter(each.policy.kernels) for each in run.outcomes), Counter[str]())),
         "planned_steps": sum(step.planned for log in decisions for step in log.steps),
         "identical_to_full": all(each.agreement.identical for each in run.outcomes),
         "same_decisions_digest": _digest(decisions),

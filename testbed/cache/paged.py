@@ -7,12 +7,14 @@ tensors over [S, N] (S = L * Hk streams, N pages), and every operation works on 
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from kernels import api
+from kernels.cost import local_model
 from kernels.pages import PageFormat, decode, encode
 from policies.base import Format, Mode, PageBytes, Plan, Tier
 from testbed.cache.approximate import Approximations
@@ -70,8 +72,10 @@ class PagedCache:
         }
         self._bounds = torch.zeros(2, self.streams, 0, head_dim, dtype=config.torch_dtype) if with_bounds else None
         self.tables: Tables | None = None
+        self.kernel_calls: Counter[str] = Counter()  # variant of the attention kernel -> calls
         self._write_slots: Tensor | None = None
         self._write_offsets: Tensor | None = None
+        self._write_pages: Tensor | None = None
         self._first_position = torch.zeros(kv_heads, dtype=torch.int32, device=self.device)
 
     # --- pools -----------------------------------------------------------------------------------------------
@@ -366,6 +370,7 @@ class PagedCache:
         region = torch.arange(self.streams).unsqueeze(1) * self.hot.stream_pages
         self._write_slots = (region + self.hot.slot(page)).int().to(self.device)
         self._write_offsets = (position % self.config.page_tokens).int().to(self.device)
+        self._write_pages = page.int().to(self.device)
         self._first_position.fill_(self.length_tokens)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -374,14 +379,12 @@ class PagedCache:
         assert self._write_offsets is not None
         assert self.tables is not None
         rows = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads)
-        api.append(k, v, self._write_slots[rows], self._write_offsets, self.tables.pools[0], backend=self.backend)
+        upkeep = None
         if self._bounds is not None:
-            page = (self.length_tokens + torch.arange(k.shape[1])) // self.config.page_tokens
-            for index in page.unique().tolist():
-                new = k[:, page == index].to(self._bounds.dtype)
-                low, high = self._bounds[0, rows, index], self._bounds[1, rows, index]
-                self._bounds[0, rows, index] = torch.minimum(low, new.amin(1))
-                self._bounds[1, rows, index] = torch.maximum(high, new.amax(1))
+            assert self._write_pages is not None
+            upkeep = api.Upkeep(self._write_pages, self._bounds[0, rows], self._bounds[1, rows])
+        slots = self._write_slots[rows]
+        api.append(k, v, slots, self._write_offsets, self.tables.pools[0], upkeep, self.backend)
 
     def attend(
         self,
@@ -392,8 +395,11 @@ class PagedCache:
         slopes: Tensor | None = None,
         mass: bool = False,
     ) -> api.Partial:
-        """Attention of new queries q [Hk, G, T, D] over everything the plan attends."""
+        """Attention of new queries q [Hk, G, T, D] over everything the plan attends, by the variant that suits it."""
         assert self.tables is not None
+        backend = api.choose_backend(self.backend, q.device.type)
+        variant = self.tables.variant(layer, q, backend, local_model())
+        self.kernel_calls[variant.describe()] += 1
         return api.attend(
             q,
             self.tables.layers[layer],
@@ -403,13 +409,14 @@ class PagedCache:
             window_tokens=window_tokens,
             slopes=slopes,
             want_mass=mass,
-            backend=self.backend,
+            schedule=variant.schedule,
+            backend=backend,
         )
 
     def end(self, tokens: int) -> None:
         """The tokens begun are written in all layers."""
         self.length_tokens += tokens
-        self._write_slots = self._write_offsets = None
+        self._write_slots = self._write_offsets = self._write_pages = None
 
     # --- whole cache -----------------------------------------------------------------------------------------
 
@@ -426,6 +433,7 @@ class PagedCache:
         other = copy.copy(self)
         other.pools = {key: pool.clone() for key, pool in self.pools.items()}
         other.approximations = self.approximations.clone()
+        other.kernel_calls = Counter()
         other.state = {name: value.clone() for name, value in self.state.items()}
         other._bounds = None if self._bounds is None else self._bounds.clone()
         other._first_position = self._first_position.clone()

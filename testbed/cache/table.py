@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.api import PageTable, Pool
+from kernels.cost import CostModel, Load, Variant, safe_variants
 from policies.base import Format, Mode, Tier
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Tables:
     column: Tensor
     pools: tuple[Pool, ...]
     kv_heads: int
+    _chosen: dict[tuple[int, int, torch.dtype], Variant] = field(default_factory=dict)
 
     @cached_property
     def layers(self) -> tuple[PageTable, ...]:
@@ -46,6 +48,15 @@ class Tables:
             for start in range(0, len(self.count), self.kv_heads)
             for rows in [slice(start, start + self.kv_heads)]
         )
+
+    def variant(self, layer: int, q: Tensor, backend: str, costs: CostModel) -> Variant:
+        """How to attend a layer for queries like q; chosen once a plan and kept, since it counts the layer's pages."""
+        key = (layer, q.shape[2], q.dtype)
+        if key not in self._chosen:
+            offered = safe_variants(backend, torch.get_num_threads())
+            one = len(offered) == 1
+            self._chosen[key] = offered[0] if one else costs.choose(Load.of(q, self.layers[layer], self.pools), offered)
+        return self._chosen[key]
 
     def mass_by_page(self, mass: Tensor) -> Tensor:
         """Mass of table entries [S, N + 1] -> mass of pages [S, N]; the background's share is left out."""

@@ -26,6 +26,7 @@ class Answer:
         device_bytes, total_bytes, full_bytes: held on the device, held in all tiers, and bf16 for everything, when
             the answer was complete.
         bytes: the ledger then, by tier and format.
+        kernels: variant of the attention kernel -> calls, in all layers of all steps.
     """
 
     tokens: list[int]
@@ -37,6 +38,7 @@ class Answer:
     total_bytes: int
     full_bytes: int
     bytes: dict[str, int] = field(default_factory=dict)
+    kernels: dict[str, int] = field(default_factory=dict)
 
 
 @torch.inference_mode()
@@ -114,6 +116,7 @@ def answer(
         total_bytes=ledger.total_bytes,
         full_bytes=session.full_bytes(session.cache.length_tokens),
         bytes=dict(ledger.used_bytes),
+        kernels=dict(session.cache.kernel_calls),
     )
 
 

@@ -80,6 +80,12 @@ def show(record: Record, file: TextIO | None = None) -> None:
     console.print(
         "[low, high]: 95 % interval over contexts; saved: against everything in bf16", style="dim", markup=False
     )
+    kernels = record.activity.get("kernel_calls")
+    if kernels:
+        total = sum(kernels.values())
+        ranked = sorted(kernels.items(), key=lambda item: -item[1])
+        said = ", ".join(f"{name} ({calls / total:.0%})" for name, calls in ranked)
+        console.print(f"attention kernel: {said}", style="dim", markup=False)
     if record.status != "complete":
         console.print(f"{record.status}: {record.reason}", style="bold yellow", markup=False)
     for style, label, lines in (("bold red", "ALARM", record.alarms), ("dim", "note", record.notes)):
