@@ -45,26 +45,9 @@ class Upkeep:
         """Checks types and what belongs together; shapes against k are checked by `check`."""
         if self.page.dtype != torch.int32 or self.page.dim() != 1:
             raise ValueError(f"upkeep.page {self.page.dtype} {tuple(self.page.shape)}: must be torch.int32 [T]")
-        pairs = (("lowest", "highest"), ("sealed", "sealed_slot"), ("prototypes", "prototype_slot"))
-        for one, other in pairs:
-            if (getattr(self, one) is None) != (getattr(self, other) is None):
-                raise ValueError(f"upkeep.{one} and upkeep.{other}: must both be given, or neither")
-        low, high = self.lowest, self.highest
-        if low is not None and high is not None:
-            if low.dtype not in BOUND_DTYPES or low.dim() != 3 or low.stride(2) != 1:
-                raise ValueError(
-                    f"upkeep.lowest {low.dtype} {tuple(low.shape)}, strides {low.stride()}: must be fp32, bf16 or "
-                    "fp16 [S, N, D] with contiguous channels"
-                )
-            if high.dtype != low.dtype or high.shape != low.shape or high.stride(2) != 1:
-                raise ValueError(
-                    f"upkeep.highest {high.dtype} {tuple(high.shape)}, strides {high.stride()}: must be {low.dtype} "
-                    f"{tuple(low.shape)} like lowest, with contiguous channels"
-                )
-        for key in ("sealed_slot", "prototype_slot"):
-            slot = getattr(self, key)
-            if slot is not None and (slot.dtype != torch.int32 or slot.dim() != 2):
-                raise ValueError(f"upkeep.{key} {slot.dtype} {tuple(slot.shape)}: must be torch.int32 [S, T]")
+        _check_bounds(self.lowest, self.highest)
+        _check_copies("sealed", self.sealed, self.sealed_slot)
+        _check_copies("prototype", self.prototypes, self.prototype_slot)
         if self.sealed is not None and self.sealed.fmt.name == "proto":
             raise ValueError("upkeep.sealed of format 'proto': must be another, see upkeep.prototypes")
         if self.prototypes is not None and self.prototypes.fmt.name != "proto":
@@ -81,29 +64,57 @@ class Upkeep:
             ValueError: naming what is wrong and what is allowed.
         """
         streams, tokens, head_dim = k.shape
-        wanted = {
-            "page": (tokens,),
-            "sealed_slot": (streams, tokens),
-            "prototype_slot": (streams, tokens),
-        }
-        for key in ("page", "lowest", "highest", "sealed_slot", "prototype_slot"):
-            value = getattr(self, key)
-            if value is None:
+        _check_fit("page", self.page, (tokens,), k)
+        low, high = self.lowest, self.highest
+        if low is not None and high is not None:
+            shape = (streams, low.shape[1], head_dim)
+            _check_fit("lowest", low, shape, k)
+            _check_fit("highest", high, shape, k)
+        for name, target, slot in (
+            ("sealed", self.sealed, self.sealed_slot),
+            ("prototype", self.prototypes, self.prototype_slot),
+        ):
+            if target is None or slot is None:
                 continue
-            shape = wanted.get(key, (streams, *value.shape[1:2], head_dim))
-            if value.shape != shape:
-                raise ValueError(f"upkeep.{key} {tuple(value.shape)}: must be {shape}, for keys {tuple(k.shape)}")
-            if value.device != k.device:
-                raise ValueError(f"upkeep.{key} on {value.device}: must be on k's device, {k.device}")
-        for key in ("sealed", "prototypes"):
-            target = getattr(self, key)
-            if target is None:
-                continue
+            _check_fit(f"{name}_slot", slot, (streams, tokens), k)
             fmt = target.fmt
-            if (fmt.page_tokens, fmt.head_dim) != (pool.fmt.page_tokens, pool.fmt.head_dim):
+            if fmt.page_tokens != pool.fmt.page_tokens or fmt.head_dim != pool.fmt.head_dim:
                 raise ValueError(
-                    f"upkeep.{key} of P={fmt.page_tokens}, D={fmt.head_dim}: must have "
+                    f"upkeep pool for {name}_slot of P={fmt.page_tokens}, D={fmt.head_dim}: must have "
                     f"P={pool.fmt.page_tokens}, D={pool.fmt.head_dim} like pool"
                 )
             if target.slabs and target.device != k.device:
-                raise ValueError(f"upkeep.{key} on {target.device}: must be on k's device, {k.device}")
+                raise ValueError(f"upkeep pool for {name}_slot on {target.device}: must be on k's device, {k.device}")
+
+
+def _check_bounds(low: Tensor | None, high: Tensor | None) -> None:
+    if low is None and high is None:
+        return
+    if low is None or high is None:
+        raise ValueError("upkeep.lowest and upkeep.highest: must both be given, or neither")
+    if low.dtype not in BOUND_DTYPES or low.dim() != 3 or low.stride(2) != 1:
+        raise ValueError(
+            f"upkeep.lowest {low.dtype} {tuple(low.shape)}, strides {low.stride()}: must be fp32, bf16 or fp16 "
+            "[S, N, D] with contiguous channels"
+        )
+    if high.dtype != low.dtype or high.shape != low.shape or high.stride(2) != 1:
+        raise ValueError(
+            f"upkeep.highest {high.dtype} {tuple(high.shape)}, strides {high.stride()}: must be {low.dtype} "
+            f"{tuple(low.shape)} like lowest, with contiguous channels"
+        )
+
+
+def _check_copies(name: str, pool: Pool | None, slot: Tensor | None) -> None:
+    if pool is None and slot is None:
+        return
+    if pool is None or slot is None:
+        raise ValueError(f"upkeep.{name}_slot and the pool it points into: must both be given, or neither")
+    if slot.dtype != torch.int32 or slot.dim() != 2:
+        raise ValueError(f"upkeep.{name}_slot {slot.dtype} {tuple(slot.shape)}: must be torch.int32 [S, T]")
+
+
+def _check_fit(key: str, value: Tensor, shape: tuple[int, ...], k: Tensor) -> None:
+    if value.shape != shape:
+        raise ValueError(f"upkeep.{key} {tuple(value.shape)}: must be {shape}, for keys {tuple(k.shape)}")
+    if value.device != k.device:
+        raise ValueError(f"upkeep.{key} on {value.device}: must be on k's device, {k.device}")

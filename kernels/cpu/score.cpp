@@ -23,6 +23,19 @@ inline float value(float x) { return x; }
 inline float value(Bf16 x) { return bf16_to_float(x.bits); }
 inline float value(Fp16 x) { return fp16_to_float(x.bits); }
 
+// The sums over the lanes of each of four vectors.
+inline void lane_sums(const vf x[4], float out[4]) {
+#if defined(__AVX__)
+  if constexpr (sizeof(vf) == 32) {
+    const __m256 a = _mm256_hadd_ps((__m256)x[0], (__m256)x[1]), b = _mm256_hadd_ps((__m256)x[2], (__m256)x[3]);
+    const __m256 both = _mm256_hadd_ps(a, b);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(both), _mm256_extractf128_ps(both, 1)));
+    return;
+  }
+#endif
+  for (int i = 0; i < 4; ++i) out[i] = sum(x[i]);
+}
+
 // Sums of kRows rows with pages a and b: row i of page j in out[j][i]. q: [2, rows, D], positive and negative parts,
 // or with BOUND = false [1, rows, D].
 template <bool BOUND, class T>
@@ -45,14 +58,14 @@ inline void dot_rows(const float* q, int64_t minus, int64_t D, const T* const hi
       for (int j = 0; j < 2; ++j) sums[j][i] += l[j] * negative;
     }
   }
-  for (int j = 0; j < 2; ++j)
-    for (int i = 0; i < kRows; ++i) {
-      out[j][i] = sum(sums[j][i]);
-      for (int64_t d = whole; d < D; ++d) {
+  for (int j = 0; j < 2; ++j) {
+    lane_sums(sums[j], out[j]);
+    for (int64_t d = whole; d < D; ++d)
+      for (int i = 0; i < kRows; ++i) {
         out[j][i] += value(high[j][d]) * q[i * D + d];
         if (BOUND) out[j][i] += value(low[j][d]) * q[minus + i * D + d];
       }
-    }
+  }
 }
 
 // What `query_bound` or, without low, `mean_key_score` is given; strides in elements. Filled by kernels/cpu/store.py.

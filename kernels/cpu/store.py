@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import struct
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from kernels.table import PageTable, Pool
 from kernels.upkeep import Upkeep
 
 SOURCE_IDS = {dtype: FORMAT_IDS[name] for name, dtype in FLOAT_DTYPES.items()}
-# Structures of eight-byte fields, in the order store.cpp and score.cpp declare them.
-APPEND = ctypes.c_int64 * 46
-SCORES = ctypes.c_int64 * 15
+# Structures of eight-byte fields, in the order store.cpp and score.cpp declare them; packed, which takes a third of the
+# time that filling a ctypes array does.
+APPEND = struct.Struct("46q").pack
+SCORES = struct.Struct("15q").pack
 NO_BOUNDS = (0,) * 9
 NO_COPIES = (0,) * 8
 # Fewer elements than this are written sooner than a second thread wakes.
