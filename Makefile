@@ -1,19 +1,28 @@
 # make run    set up everything on a fresh machine, then run the main job (ARGS="policy=snapkv budget.fraction=0.25")
-# make test   set up everything, then lint, types, import contracts and the whole test suite
+# make test   set up everything, then lint, types, import contracts and the whole test suite: three processes, since
+#             Triton's interpreter must be chosen before Triton is imported, and what it decorates can't be compiled
+# make check  compile every GPU kernel for every target, without a GPU; ARGS="--ops attend --record"
 # make bench  timings, alone on the machine
+# make gpu    on a GPU: kernels' correctness, graphs, bandwidth, in under 8 minutes; elsewhere a dry run
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+GPU_PYTHON ?= $(shell $(PYTHON) -c 'import torch, triton' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
 ARGS   ?= policy=redknot+elastic
 
-.PHONY: run test lint assets bench clean
+.PHONY: run test check lint assets bench gpu clean
 
 run: assets
 	$(BIN)/python -m testbed.run $(ARGS)
 
 test: lint assets
 	$(BIN)/python -m pytest
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interp tests/kernels
+	$(BIN)/python -m pytest -m aot tests/kernels
+
+check: $(STAMP)
+	$(BIN)/python -m kernels.check $(if $(filter command%,$(origin ARGS)),$(ARGS))
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -26,6 +35,11 @@ assets: $(STAMP)
 
 bench: assets
 	$(BIN)/python -m pytest -m bench --benchmark-only
+	$(BIN)/python -m kernels.bench
+
+# Needs torch, triton and transformers but no installation; without a CUDA device it is a dry run.
+gpu:
+	PYTHONPATH=. $(GPU_PYTHON) -m kernels.bench --device cuda
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -68,6 +68,6 @@ SPEC = (
             Variant("too-much-shared", SIGNATURE, LARGE, ALIGNED, num_warps=8, num_stages=5),
         ),
     ),
-    Spec("aborting", aborts, (Variant("any", {"out": "*i32"}),)),
-    Spec("refused", refused, (Variant("any", {"out": "*fp32"}),)),
+    Spec("aborting", aborts, (Variant("any", {"out": "*i32"}, targets=("sm_80", "sm_90")),)),
+    Spec("refused", refused, (Variant("any", {"out": "*fp32"}, targets=("sm_80",)),)),
 )
