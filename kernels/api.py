@@ -18,6 +18,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kernels.linear_attention import add as add_linear
 from kernels.schedule import Schedule
 from kernels.state import Partial
 from kernels.table import PageTable, Pool
@@ -149,8 +150,13 @@ def append(
     else:
         if k.device.type == "cpu" or DEBUG:
             check_places(table_slot, offset, pool, upkeep)
-        from kernels.torch_store import append as run
+        if name == "triton":
+            from kernels.gpu.append import append as run
+        else:
+            from kernels.torch_store import append as run
     run(k, v, table_slot, offset, pool, upkeep)
+    if upkeep is not None and upkeep.linear is not None and upkeep.feature_map is not None:
+        add_linear(upkeep.linear, upkeep.feature_map, k, v, upkeep.linear_tokens)
 
 
 def _check_append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool) -> None:
@@ -221,8 +227,11 @@ def gather(pool: Pool, slots: Tensor, backend: str | None = None) -> Tensor:
         ValueError: a slot outside the pool.
     """
     _check_slots(pool, slots)
-    if choose_backend(backend) == "cpu" and slots.device.type == "cpu" and _on_host(pool):
+    name = choose_backend(backend, slots.device.type)
+    if name == "cpu" and slots.device.type == "cpu" and _on_host(pool):
         from kernels.cpu.store import gather as run
+    elif name == "triton" and pool.device == slots.device:
+        from kernels.gpu.store import gather as run
     else:
         from kernels.torch_store import gather as run
     return run(pool, slots)
@@ -239,8 +248,11 @@ def scatter(pool: Pool, slots: Tensor, blobs: Tensor, backend: str | None = None
         raise ValueError(
             f"blobs {blobs.dtype} {tuple(blobs.shape)}: must be uint8 [{len(slots)}, {pool.fmt.page_bytes}]"
         )
-    if choose_backend(backend) == "cpu" and blobs.device.type == "cpu" and _on_host(pool):
+    name = choose_backend(backend, blobs.device.type)
+    if name == "cpu" and blobs.device.type == "cpu" and _on_host(pool):
         from kernels.cpu.store import scatter as run
+    elif name == "triton" and pool.device == blobs.device == slots.device:
+        from kernels.gpu.store import scatter as run
     else:
         from kernels.torch_store import scatter as run
     run(pool, slots, blobs)

@@ -173,7 +173,7 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
         fmt: target format; for "proto" the page's tokens are grouped by `prototypes.make_prototypes`.
         k: [M, P, D] float keys, finite.
         v: [M, P, D] float values, finite.
-        backend: "cpu", "torch", or None for the fastest there is.
+        backend: "cpu", "triton", "torch", or None for the fastest there is.
 
     Returns:
         [M, page_bytes] uint8.
@@ -185,10 +185,15 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
         from kernels.prototypes import encode_prototypes, make_prototypes
 
         return encode_prototypes(fmt, *make_prototypes(k, v, fmt.groups))
-    if k.device.type == "cpu" and _choose(backend) == "cpu":
+    chosen = _choose(backend, k.device.type)
+    if chosen == "cpu" and k.device.type == "cpu":
         from kernels.cpu.backend import encode as native
 
         return native(fmt, k, v)
+    if chosen == "triton":
+        from kernels.gpu.encode import encode as launch
+
+        return launch(fmt, k, v)
     blobs = torch.zeros(k.shape[0], fmt.page_bytes, dtype=torch.uint8, device=k.device)
     out = views(fmt, blobs)
     if fmt.is_float:
@@ -200,11 +205,11 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
     return blobs
 
 
-def _choose(backend: str | None) -> str:
+def _choose(backend: str | None, device: str) -> str:
     """As `kernels.api.choose_backend`, which imports this file."""
     from kernels.api import choose_backend
 
-    return choose_backend(backend)
+    return choose_backend(backend, device)
 
 
 def decode(fmt: PageFormat, blobs: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.spec import Spec, Variant
-from kernels.gpu.store import on_device
+from kernels.gpu.launch import launch, power_of_2
+from kernels.gpu.spec import LOAD_128, Spec, Variant
 from kernels.pages import FLOAT_DTYPES, LEVELS, PageFormat, page_format
 
 FP32, BF16, FP16 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-SOURCE_TYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SOURCE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Makes a float32 between 0 and 2^22 its nearest integer, ties to even, when added and taken off again.
 ROUND = tl.constexpr(12582912.0)
 
@@ -117,7 +117,7 @@ def encode_array(
     """One array of a page, [A, B] = [D, P] of the keys or [P, D] of the values, to its place after byte `page`."""
     A: tl.constexpr = P if V else D
     B: tl.constexpr = D if V else P
-    low, high = load_halves(source, along_a, along_b, A, B, BLOCK_A, HALF)
+    low, high = load_halves(source, along_a, along_b, A, B, BLOCK_A, HALF)  # pyright: ignore[reportGeneralTypeIssues]
     if FORMAT <= FP16:
         a, b = tl.arange(0, BLOCK_A)[:, None], tl.arange(0, HALF)[None, :]
         inside = (a < A) & (b < B // 2)
@@ -171,13 +171,13 @@ def encode_kernel(
 
 def blocks(fmt: PageFormat) -> dict[str, int]:
     """Tile sides, powers of two, that cover a page's tokens, channels and half its channels."""
-    half = triton.next_power_of_2(fmt.head_dim // 2)
-    return {"BLOCK_P": fmt.page_tokens, "BLOCK_D": triton.next_power_of_2(fmt.head_dim), "HALF_D": half}
+    half = power_of_2(fmt.head_dim // 2)
+    return {"BLOCK_P": fmt.page_tokens, "BLOCK_D": power_of_2(fmt.head_dim), "HALF_D": half}
 
 
 def warps(fmt: PageFormat) -> int:
-    """Warps that keep a page's tile below 64 elements a thread."""
-    return 4 if fmt.page_tokens * fmt.head_dim <= 4096 else 8
+    """Warps that keep a page's tile at 32 elements a thread or below."""
+    return 4 if fmt.page_tokens * fmt.head_dim <= 2048 else 8
 
 
 def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:
@@ -185,42 +185,43 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:
 
     Args:
         fmt: target format, float or quantised.
-        k: [M, P, D] float32, bfloat16 or float16, finite, any strides.
-        v: [M, P, D] likewise, of k's dtype.
+        k: [M, P, D] float keys, finite, of any strides.
+        v: [M, P, D] float values, likewise.
 
     Returns:
         [M, page_bytes] uint8.
 
     Raises:
-        ValueError: another format, shape, dtype or device.
+        ValueError: another format, shape or device.
     """
     if fmt.name not in FLOAT_DTYPES and fmt.name not in LEVELS:
         raise ValueError(f"encode to {fmt.name!r}: must be one of {', '.join((*FLOAT_DTYPES, *LEVELS))}")
     want = (k.shape[0], fmt.page_tokens, fmt.head_dim)
     for name, x in (("k", k), ("v", v)):
-        if x.shape != want or x.dtype not in SOURCE_TYPES or x.dtype != k.dtype or x.device != k.device:
-            raise ValueError(
-                f"encode {name} {x.dtype} {tuple(x.shape)} on {x.device}: must be {list(want)}, float32, bfloat16 or "
-                f"float16, both of one type and on one device"
-            )
+        if x.shape != want or x.device != k.device:
+            raise ValueError(f"encode {name} {tuple(x.shape)} on {x.device}: must be {list(want)} on {k.device}")
+    if k.dtype != v.dtype or k.dtype not in SOURCE_TYPES:
+        k, v = k.float(), v.float()
     out = torch.empty(len(k), fmt.page_bytes, dtype=torch.uint8, device=k.device)
     if not len(k):
         return out
-    with on_device(k):
-        encode_kernel[(len(k), 2)](
-            k,
-            v,
-            out,
-            *k.stride(),
-            *v.stride(),
-            P=fmt.page_tokens,
-            D=fmt.head_dim,
-            FORMAT=fmt.format_id,
-            PAGE_BYTES=fmt.page_bytes,
-            **blocks(fmt),
-            num_warps=warps(fmt),
-            enable_fp_fusion=False,
-        )
+    launch(
+        encode_kernel,
+        (len(k), 2),
+        k.device,
+        k,
+        v,
+        out,
+        *k.stride(),
+        *v.stride(),
+        P=fmt.page_tokens,
+        D=fmt.head_dim,
+        FORMAT=fmt.format_id,
+        PAGE_BYTES=fmt.page_bytes,
+        **blocks(fmt),
+        num_warps=warps(fmt),
+        enable_fp_fusion=False,
+    )
     return out
 
 
@@ -241,7 +242,15 @@ def _variant(source: str, name: str, page_tokens: int, head_dim: int) -> Variant
         signature[key] = "i32" if key in strides else "constexpr"
     signature |= dict.fromkeys((x for x in constants if x not in signature), "constexpr")
     divisible = frozenset({"k", "v", "out", *strides})
-    return Variant(f"{source}-{name}-d{head_dim}-p{page_tokens}", signature, constants, divisible, warps(fmt))
+    return Variant(
+        f"{source}-{name}-d{head_dim}-p{page_tokens}",
+        signature,
+        constants,
+        divisible,
+        num_warps=warps(fmt),
+        expects=frozenset({LOAD_128} if page_tokens == 64 else ()),
+        options={"enable_fp_fusion": False},
+    )
 
 
 SPEC = Spec(

@@ -6,18 +6,16 @@ captured in a CUDA graph. Works on any format, since a page is a blob.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.spec import Spec, Variant
+from kernels.gpu.launch import check_pool, launch
+from kernels.gpu.spec import LOAD_128, Spec, Variant
 from kernels.table import Pool
 
 BLOCK_WORDS = 1024
-ALIGN_BYTES = 16
 
 
 @triton.jit
@@ -58,20 +56,6 @@ def copy_kernel(
     within = word < PAGE_BYTES // 4
     x = tl.load(read.to(tl.pointer_type(tl.int32), bitcast=True) + word, mask=within & inside, other=0)
     tl.store(write.to(tl.pointer_type(tl.int32), bitcast=True) + word, x, mask=within)
-
-
-def on_device(tensor: Tensor) -> AbstractContextManager[object]:
-    """Makes a tensor's GPU the current one, where Triton launches; nothing for the interpreter."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
-
-
-def check_pool(name: str, pool: Pool, device: torch.device) -> None:
-    """Refuses a pool whose pages a kernel on `device` can't reach by 128-bit accesses."""
-    if pool.slabs and pool.device != device:
-        raise ValueError(f"{name} on {pool.device}: must be on {device}")
-    for slab in pool.slabs:
-        if slab.data_ptr() % ALIGN_BYTES:
-            raise ValueError(f"{name}: slab at {slab.data_ptr():#x} must be aligned to {ALIGN_BYTES} bytes")
 
 
 def gather(pool: Pool, slots: Tensor) -> Tensor:
@@ -121,23 +105,24 @@ def _copy(source: Pool, source_slots: Tensor | None, target: Pool, target_slots:
     if not source.pages:
         raise ValueError(f"copy of {len(slots)} pages from a pool of 0: must hold them")
     page_bytes = source.fmt.page_bytes
-    grid = (len(slots), triton.cdiv(page_bytes, 4 * BLOCK_WORDS))
-    with on_device(slots):
-        copy_kernel[grid](
-            source.slab_pointers,
-            None if source_slots is None else source_slots.contiguous(),
-            source.pages,
-            source.slab_pages,
-            target.slab_pointers,
-            None if target_slots is None else target_slots.contiguous(),
-            target.pages,
-            target.slab_pages,
-            PAGE_BYTES=page_bytes,
-            FROM_SLOTS=source_slots is not None,
-            TO_SLOTS=target_slots is not None,
-            BLOCK=BLOCK_WORDS,
-            num_warps=4,
-        )
+    launch(
+        copy_kernel,
+        (len(slots), -(-page_bytes // (4 * BLOCK_WORDS))),
+        slots.device,
+        source.slab_pointers,
+        None if source_slots is None else source_slots.contiguous(),
+        source.pages,
+        source.slab_pages,
+        target.slab_pointers,
+        None if target_slots is None else target_slots.contiguous(),
+        target.pages,
+        target.slab_pages,
+        PAGE_BYTES=page_bytes,
+        FROM_SLOTS=source_slots is not None,
+        TO_SLOTS=target_slots is not None,
+        BLOCK=BLOCK_WORDS,
+        num_warps=4,
+    )
 
 
 def _variant(name: str, page_bytes: int, from_slots: bool, to_slots: bool) -> Variant:
@@ -154,7 +139,7 @@ def _variant(name: str, page_bytes: int, from_slots: bool, to_slots: bool) -> Va
     }
     constants = {"PAGE_BYTES": page_bytes, "FROM_SLOTS": from_slots, "TO_SLOTS": to_slots, "BLOCK": BLOCK_WORDS}
     constants |= {key: None for key in ("source_slot", "target_slot") if signature[key] == "constexpr"}
-    return Variant(name, signature, constants, num_warps=4)
+    return Variant(name, signature, constants, num_warps=4, expects=frozenset({LOAD_128}))
 
 
 SPEC = Spec(
