@@ -2,7 +2,8 @@
 
 Key bounds for Quest's score (arXiv 2406.10774), a quantised copy of each page as it fills (KIVI, arXiv 2402.02750,
 quantises whole pages for the same reason), and its prototypes. All of it equals doing the steps one by one:
-`kernels.scoring.page_bounds`, `kernels.pages.encode` and the prototypes of the page as stored.
+`kernels.scoring.page_bounds`, `kernels.pages.encode`, `kernels.prototypes.make_prototypes` of the page as stored, and
+`kernels.linear_attention.add`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.linear_attention import FeatureMap, LinearState
 from kernels.table import Pool
 
 BOUND_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,8 +31,11 @@ class Upkeep:
         sealed: pool for a copy of each page as it fills, of any format but "proto"; the page is read back as stored.
         sealed_slot: [S, T] int32: for a token that fills its page (offset P - 1) where the copy goes, else -1; -1
             also means no copy. Two copies of a call must not share a slot.
-        prototypes: pool of format "proto" for the page's C groups; C > 1 costs a second pass over the filled pages.
+        prototypes: pool of format "proto" for the page's C groups, made as `kernels.prototypes.make_prototypes` does.
         prototype_slot: [S, T] int32, as `sealed_slot`.
+        linear: state that the new tokens are added to, as given; a token must not be attended by a page as well.
+        feature_map: of `linear`.
+        linear_tokens: [S, T] bool, tokens that go into `linear`; all by default.
     """
 
     page: Tensor
@@ -40,6 +45,9 @@ class Upkeep:
     sealed_slot: Tensor | None = None
     prototypes: Pool | None = None
     prototype_slot: Tensor | None = None
+    linear: LinearState | None = None
+    feature_map: FeatureMap | None = None
+    linear_tokens: Tensor | None = None
 
     def __post_init__(self) -> None:
         """Checks types and what belongs together; shapes against k are checked by `check`."""
@@ -52,6 +60,10 @@ class Upkeep:
             raise ValueError("upkeep.sealed of format 'proto': must be another, see upkeep.prototypes")
         if self.prototypes is not None and self.prototypes.fmt.name != "proto":
             raise ValueError(f"upkeep.prototypes of format {self.prototypes.fmt.name!r}: must be 'proto'")
+        if (self.linear is None) != (self.feature_map is None):
+            raise ValueError("upkeep.linear and upkeep.feature_map: must both be given, or neither")
+        if self.linear_tokens is not None and self.linear_tokens.dtype != torch.bool:
+            raise ValueError(f"upkeep.linear_tokens {self.linear_tokens.dtype}: must be torch.bool [S, T]")
 
     def check(self, k: Tensor, pool: Pool) -> None:
         """Refuses what doesn't fit the keys and the pool they go to.
@@ -85,6 +97,10 @@ class Upkeep:
                 )
             if target.slabs and target.device != k.device:
                 raise ValueError(f"upkeep pool for {name}_slot on {target.device}: must be on k's device, {k.device}")
+        if self.linear is not None and self.feature_map is not None:
+            _check_fit("linear.s", self.linear.s, (streams, self.feature_map.features(head_dim), head_dim), k)
+            if self.linear_tokens is not None:
+                _check_fit("linear_tokens", self.linear_tokens, (streams, tokens), k)
 
 
 def _check_bounds(low: Tensor | None, high: Tensor | None) -> None:

@@ -1,5 +1,6 @@
 // Writing pages: new tokens into float pages with what follows from them, whole pages into any format, and copies.
 // Same arithmetic as kernels/pages.py.
+#include <algorithm>
 #include <vector>
 
 #include "pages.h"
@@ -174,24 +175,63 @@ inline void widen(uint8_t* bound, int64_t format, const float* x, float* old, in
   put_float(bound, format, old, n);
 }
 
-// The means of a float page as its one prototype: k, v [D] bf16, log2 of the count.
-void one_prototype(const uint8_t* page, int64_t format, int P, int D, float* tile, const Slabs& pool,
-                   uint8_t* to) {
-  float *values = tile + P * D, *mean = values + P * D;
-  get_float(tile, format, page, 2ll * P * D);
-  for (int d = 0; d < D; ++d) {
-    float total = 0.0f;
-    for (int j = 0; j < P; ++j) total += tile[d * P + j];
-    mean[d] = total / P;
+// The groups of a page's tokens, by the leader rule of kernels/prototypes.py (method "greedy", the default there).
+// gram [P, P]: inner products of the keys less their mean. Fills group [P].
+void lead(const float* gram, int P, int groups, int* group) {
+  constexpr float kSpread = 1.5f;  // GREEDY_SPREAD
+  std::vector<float> square(groups), inner(groups);
+  std::vector<int> count(groups);
+  float trace = 0.0f;
+  for (int j = 0; j < P; ++j) trace += gram[j * P + j];
+  const float most = kSpread * trace / P;
+  for (int j = 0, opened = 0; j < P; ++j) {
+    std::fill(inner.begin(), inner.end(), 0.0f);
+    for (int i = 0; i < j; ++i) inner[group[i]] += gram[i * P + j];
+    const float own = gram[j * P + j];
+    float nearest = INFINITY;
+    int to = 0;
+    for (int g = 0; g < opened; ++g) {
+      const float size = (float)count[g], distance = square[g] / (size * size) - 2 * inner[g] / size + own;
+      if (distance < nearest) nearest = distance, to = g;
+    }
+    if (opened < groups && (nearest > most || opened + P - j <= groups)) to = opened++;
+    square[to] += 2 * inner[to] + own;
+    ++count[to];
+    group[j] = to;
   }
-  for (int d = 0; d < D; ++d) mean[D + d] = 0.0f;
+}
+
+// Prototypes of a float page: k, v [C, D] bf16 means and log2 of the counts; tile as large as in `append_stream`.
+void prototypes_of(const uint8_t* page, int64_t format, int P, int D, float* tile, const Slabs& pool, uint8_t* to) {
+  const int groups = (int)pool.rows;
+  float *keys = tile, *values = tile + P * D;
+  get_float(tile, format, page, 2ll * P * D);
+  std::vector<int> group(P), count(groups);
+  std::vector<float> mean(2 * groups * D);
+  if (groups > 1) {
+    std::vector<float> gram(P * P), row(P);
+    for (int d = 0; d < D; ++d) {
+      float total = 0.0f;
+      for (int j = 0; j < P; ++j) total += keys[d * P + j];
+      for (int j = 0; j < P; ++j) row[j] = keys[d * P + j] - total / P;
+      for (int i = 0; i < P; ++i)
+        for (int j = 0; j < P; ++j) gram[i * P + j] += row[i] * row[j];
+    }
+    lead(gram.data(), P, groups, group.data());
+  }
+  for (int j = 0; j < P; ++j) ++count[group[j]];
+  for (int d = 0; d < D; ++d)
+    for (int j = 0; j < P; ++j) mean[group[j] * D + d] += keys[d * P + j];
   for (int j = 0; j < P; ++j)
-    for (int d = 0; d < D; ++d) mean[D + d] += values[j * D + d];
-  for (int d = 0; d < D; ++d) mean[D + d] /= P;
-  const float log2_count = std::log2((float)P);
+    for (int d = 0; d < D; ++d) mean[(groups + group[j]) * D + d] += values[j * D + d];
+  for (int g = 0; g < 2 * groups; ++g)
+    for (int d = 0; d < D; ++d) mean[g * D + d] /= count[g % groups] ? count[g % groups] : 1;
   std::memset(to, 0, pool.bytes);
-  put_float(to, kBf16, mean, 2ll * D);
-  std::memcpy(to + 4ll * D, &log2_count, 4);
+  put_float(to, kBf16, mean.data(), 2ll * groups * D);
+  for (int g = 0; g < groups; ++g) {
+    const float log2_count = count[g] ? std::log2((float)count[g]) : -INFINITY;
+    std::memcpy(to + 4ll * groups * D + 4 * g, &log2_count, 4);
+  }
 }
 
 // All new tokens of a stream, in order.
@@ -225,8 +265,8 @@ void append_stream(const Append& c, int64_t s) {
       encode_page(pool.format, k, v, 0, (int)P, (int)D, tile.data(), to);
     }
     const int64_t group = c.prototypes.slot ? c.prototypes.slot[s * c.prototypes.stream + t] : -1;
-    if (group >= 0 && c.prototypes.pool.rows == 1)  // more groups are made by the caller
-      one_prototype(page, c.pool.format, (int)P, (int)D, tile.data(), c.prototypes.pool, c.prototypes.pool.at(group));
+    if (group >= 0)
+      prototypes_of(page, c.pool.format, (int)P, (int)D, tile.data(), c.prototypes.pool, c.prototypes.pool.at(group));
   }
 }
 

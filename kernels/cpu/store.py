@@ -8,7 +8,6 @@ import struct
 import torch
 from torch import Tensor
 
-from kernels import torch_store
 from kernels.cpu.build import library
 from kernels.pages import FLOAT_DTYPES, FORMAT_IDS
 from kernels.table import PageTable, Pool
@@ -26,7 +25,7 @@ THREADED_ELEMENTS = 1 << 16
 
 
 def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None = None) -> None:
-    """As `kernels.api.append`, in one native call but for prototypes of several groups."""
+    """As `kernels.api.append`, in one native call."""
     if k.dtype != v.dtype or k.dtype not in SOURCE_IDS:
         k, v = k.float(), v.float()
     k, v, table_slot = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v, table_slot))
@@ -52,9 +51,6 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
     del held  # only now: the call holds addresses
     if fault:
         _refuse_append(fault, table_slot, offset, pool, upkeep)
-    if upkeep is not None and upkeep.prototypes is not None and upkeep.prototypes.fmt.groups > 1:
-        assert upkeep.prototype_slot is not None
-        torch_store.seal(pool, table_slot, upkeep.prototypes, upkeep.prototype_slot)
 
 
 def _upkeep(upkeep: Upkeep | None) -> tuple[tuple[int, ...], list[Tensor]]:

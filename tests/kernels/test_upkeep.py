@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kernels import linear_attention
 from kernels.api import Pool, append
 from kernels.pages import FLOAT_DTYPES, decode, encode, page_format, views
 from kernels.prototypes import make_prototypes
@@ -105,7 +106,7 @@ def make(
     sealed=st.sampled_from(["int8", "int4", "bf16", "fp32"]),
     page_tokens=st.sampled_from([16, 32]),
     head_dim=st.sampled_from([8, 40, 64, 128]),
-    groups=st.sampled_from([1, 1, 3]),
+    groups=st.sampled_from([1, 1, 2, 5, 16]),
     cuts=st.lists(st.integers(1, 40), min_size=1, max_size=6),
 )
 def test_equal_to_doing_it_one_by_one(
@@ -212,6 +213,38 @@ def test_one_prototype_is_the_mean_and_stands_for_the_page() -> None:
         torch.testing.assert_close(got["v"][0, 0].double(), v[0].double().mean(0), rtol=2**-8, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prototypes_of_a_page_of_equal_keys_stand_for_all_of_it(backend: str) -> None:
+    store = make(3, "fp16", streams=2, pages=1, head_dim=64, sealed=None, groups=4)
+    k = torch.randn(2, 1, 64, generator=torch.Generator().manual_seed(1)).expand(2, P, 64)
+    store.write(k, k, 0, backend)
+    assert store.prototypes is not None
+    got = views(store.prototypes.fmt, whole(store.prototypes)[store.slots[:, 0].long()])
+    assert got["log2_count"].exp2().sum(1).tolist() == [P, P]
+    held = got["log2_count"] > -math.inf
+    want = k[:, :1].half().float().expand(2, 4, 64)[held]
+    torch.testing.assert_close(got["k"].float()[held], want, rtol=2**-7, atol=0)
+    assert (got["v"][~held] == 0).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_new_tokens_go_into_the_linear_state(backend: str) -> None:
+    rng = torch.Generator().manual_seed(4)
+    pool = pool_of("bf16", 4, 16)
+    slot, offset = torch.tensor([[0] * 3, [1] * 3], dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    chosen = torch.tensor([[True, False, True], [False, False, True]])
+    fmap = linear_attention.favor_map(16, 24, 0.25, seed=0)
+    state, want = (linear_attention.empty_state(2, 24, 16) for _ in range(2))
+    for tokens in (None, chosen):
+        k, v = torch.randn(2, 2, 3, 16, generator=rng).unbind(0)
+        upkeep = Upkeep(torch.zeros(3, dtype=torch.int32), linear=state, feature_map=fmap, linear_tokens=tokens)
+        append(k, v, slot, offset, pool, upkeep, backend)
+        linear_attention.add(want, fmap, k, v, tokens)
+    assert state.tokens.tolist() == [5, 4]
+    for name in ("s", "z", "log2_scale", "peak", "tokens"):
+        assert torch.equal(getattr(state, name), getattr(want, name))
+
+
 def arguments(head_dim: int = 16) -> dict[str, Tensor | Pool]:
     fills = torch.full((2, 3), -1, dtype=torch.int32)
     return {
@@ -258,6 +291,8 @@ FILLS = torch.full((2, 3), -1, dtype=torch.int32)
         ("sealed_slot", at(FILLS, (0, 2), -2), "sealed_slot -2 to -1"),
         ("sealed_slot", at(FILLS, (0, 1), 3), "sealed_slot 3 of a token that does not fill"),
         ("prototypes", pool_of("int8", 4, 16), "prototypes"),
+        ("linear", linear_attention.empty_state(2, 8, 16), "linear and upkeep.feature_map"),
+        ("linear_tokens", FILLS, "linear_tokens"),
         ("prototype_slot", at(FILLS, (1, 2), 4), "prototype_slot -1 to 4"),
         ("prototype_slot", at(FILLS, (1, 0), 0), "prototype_slot 0 of a token that does not fill"),
     ],
@@ -270,4 +305,25 @@ def test_upkeep_that_does_not_fit_is_refused_before_anything_is_written(
     slot, offset = torch.tensor([[0] * 3, [1] * 3], dtype=torch.int32), torch.tensor([13, 14, 15], dtype=torch.int32)
     with pytest.raises(ValueError, match=named):
         append(k, k, slot, offset, pool, Upkeep(**{**arguments(), key: value}), backend)
+    assert (whole(pool) == 0xFF).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("state", "tokens", "named"),
+    [
+        (linear_attention.empty_state(2, 7, 16), None, "linear.s"),
+        (linear_attention.empty_state(3, 8, 16), None, "linear.s"),
+        (linear_attention.empty_state(2, 8, 16), torch.ones(2, 2, dtype=torch.bool), "linear_tokens"),
+    ],
+)
+def test_a_linear_state_that_does_not_fit_is_refused_before_anything_is_written(
+    state: linear_attention.LinearState, tokens: Tensor | None, named: str, backend: str
+) -> None:
+    pool, k = pool_of("bf16", 2, 16), torch.zeros(2, 3, 16)
+    slot, offset = torch.tensor([[0] * 3, [1] * 3], dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    fmap = linear_attention.favor_map(16, 8, 0.25, seed=0)
+    upkeep = Upkeep(torch.zeros(3, dtype=torch.int32), linear=state, feature_map=fmap, linear_tokens=tokens)
+    with pytest.raises(ValueError, match=named):
+        append(k, k, slot, offset, pool, upkeep, backend)
     assert (whole(pool) == 0xFF).all()
