@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 SOURCE_IDS = {dtype: FORMAT_IDS[name] for name, dtype in FLOAT_DTYPES.items()}
 EIGHT = ctypes.c_int64 * 8
-SIX = ctypes.c_void_p * 6
+SIZES = ctypes.c_int64 * 16
+POINTERS = ctypes.c_void_p * 11
 
 
 def attend(
@@ -31,29 +32,34 @@ def attend(
 ) -> Partial:
     """As `kernels.api.attend`."""
     streams, group, tokens, head_dim = q.shape
-    entries = table.pool.shape[1]
+    schedule, window, dtype = options.schedule, options.window_tokens, q.dtype
     q = q.float().contiguous()
     out, lse = torch.empty_like(q), torch.empty(streams, group, tokens)
-    mass = torch.empty(streams, entries) if options.want_mass else None
-    page_tokens = pools[0].fmt.page_tokens if pools else PAGE_TOKENS[0]
+    mass = torch.empty(table.pool.shape) if options.want_mass else None
     pool, slot, page = (x if x.stride(1) == 1 else x.contiguous() for x in (table.pool, table.slot, table.page))
-    count, first = table.count.contiguous(), first_position.to(torch.int32).contiguous()
+    count, first = table.count.contiguous(), first_position.contiguous()
     slopes = None if options.slopes is None else options.slopes.float().contiguous()
-    window = options.window_tokens
-    windows = window.contiguous() if isinstance(window, Tensor) else torch.full((streams,), window, dtype=torch.int32)
-    threads = options.schedule.threads or torch.get_num_threads()
-    shape = (streams, group, tokens, head_dim, entries, page_tokens, options.sink_tokens, threads)
+    windows = window.contiguous() if isinstance(window, Tensor) else None
+    half = schedule.arithmetic == "half" or (schedule.arithmetic == "auto" and dtype != torch.float32)
+    sizes = (
+        *(streams, group, tokens, head_dim),
+        table.pool.shape[1],
+        pools[0].fmt.page_tokens if pools else PAGE_TOKENS[0],
+        *(pool.stride(0), slot.stride(0), page.stride(0)),
+        options.sink_tokens,
+        0 if isinstance(window, Tensor) else window,
+        schedule.threads or torch.get_num_threads(),
+        schedule.split_tokens,
+        schedule.item_splits,
+        half,
+        dtype == torch.bfloat16,
+    )
+    tensors = (q, pool, slot, page, count, first, windows, slopes, out, lse, mass)
     described = [number for source in pools for number in source.native]
     library().testbed_attend(
-        q.data_ptr(),
-        EIGHT(*shape),
-        SIX(*(x.data_ptr() for x in (pool, slot, page, count, first, windows))),
-        EIGHT(pool.stride(0), slot.stride(0), page.stride(0)),
+        SIZES(*sizes),
+        POINTERS(*(None if x is None else x.data_ptr() for x in tensors)),
         (ctypes.c_int64 * len(described))(*described),
-        None if slopes is None else slopes.data_ptr(),
-        out.data_ptr(),
-        lse.data_ptr(),
-        None if mass is None else mass.data_ptr(),
         options.scale,
     )
     return Partial(out, lse, mass)

@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -18,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 SOURCES = ("attend.cpp", "gemv.cpp", "score.cpp", "store.cpp")
-HEADERS = ("lanes.h", "pages.h", "parallel.h")
+HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-shared", "-fPIC")
 
 
@@ -39,7 +40,7 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise BuildError(f"{path} can't be loaded: {error}") from error
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    loaded.testbed_attend.argtypes = [pointer] * 9 + [ctypes.c_float]
+    loaded.testbed_attend.argtypes = [pointer] * 3 + [ctypes.c_float]
     loaded.testbed_append.argtypes = loaded.testbed_score.argtypes = [pointer]
     loaded.testbed_encode.argtypes = [pointer] * 4 + [number] * 7
     loaded.testbed_gemv.argtypes = [pointer] * 3 + [number] * 4
@@ -73,9 +74,10 @@ def _build() -> Path:
     compiler = _compiler()
     sources = [Path(__file__).with_name(name) for name in SOURCES]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
+    flags = (*FLAGS, *shlex.split(os.environ.get("TESTBED_NATIVE_FLAGS", "")))
     digest = hashlib.sha256()
     texts = [Path(__file__).with_name(name).read_bytes() for name in (*SOURCES, *HEADERS)]
-    for part in (*texts, version.encode(), " ".join(FLAGS).encode(), cpu_features().encode()):
+    for part in (*texts, version.encode(), " ".join(flags).encode(), cpu_features().encode()):
         digest.update(part + b"\0")
     target = cache_folder() / f"attend-{digest.hexdigest()[:16]}.so"
     proof = target.with_suffix(".sha256")
@@ -88,7 +90,7 @@ def _build() -> Path:
     except OSError as error:
         raise BuildError(f"{target.parent} can't be written: {error}; set TESTBED_CACHE") from error
     try:
-        command = [compiler, *FLAGS, *map(str, sources), "-o", temporary]
+        command = [compiler, *flags, *map(str, sources), "-o", temporary]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BuildError(f"{compiler} failed: {done.stderr.strip()[:400]}")

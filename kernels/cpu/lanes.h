@@ -80,6 +80,43 @@ inline uint16_t float_to_fp16(float x) {
 #endif
 }
 
+// 32-bit words of two bf16 numbers each: those at even places, then those at odd ones, as floats.
+struct Pair {
+  vf a, b;
+};
+
+inline Pair load_bf16_pair(const uint16_t* p) {
+  typedef uint32_t vu __attribute__((vector_size(32)));
+  typedef uint32_t vuu __attribute__((vector_size(32), aligned(2), may_alias));
+  const vu x = *reinterpret_cast<const vuu*>(p);
+  return {(vf)(x << 16), (vf)(x & 0xffff0000u)};
+}
+
+// Even and odd places to their natural order.
+inline Pair interleave(Pair x) {
+#if defined(__AVX2__)
+  const __m256 low = _mm256_unpacklo_ps((__m256)x.a, (__m256)x.b), high = _mm256_unpackhi_ps((__m256)x.a, (__m256)x.b);
+  return {(vf)_mm256_permute2f128_ps(low, high, 0x20), (vf)_mm256_permute2f128_ps(low, high, 0x31)};
+#else
+  return {vf{x.a[0], x.b[0], x.a[1], x.b[1], x.a[2], x.b[2], x.a[3], x.b[3]},
+          vf{x.a[4], x.b[4], x.a[5], x.b[5], x.a[6], x.b[6], x.a[7], x.b[7]}};
+#endif
+}
+
+// The sums of eight vectors, each in the same order.
+inline vf sum_each(const vf* x) {
+#if defined(__AVX2__)
+  auto add = [](vf a, vf b) { return (vf)_mm256_hadd_ps((__m256)a, (__m256)b); };
+  const vf low = add(add(x[0], x[1]), add(x[2], x[3])), high = add(add(x[4], x[5]), add(x[6], x[7]));
+  return (vf)_mm256_permute2f128_ps((__m256)low, (__m256)high, 0x20) +
+         (vf)_mm256_permute2f128_ps((__m256)low, (__m256)high, 0x31);
+#else
+  vf y;
+  for (int i = 0; i < W; ++i) y[i] = sum(x[i]);
+  return y;
+#endif
+}
+
 inline vf load_bf16(const uint16_t* p) {
 #if defined(__AVX2__)
   __m256i x = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));

@@ -1,8 +1,8 @@
 // Readers of a page, one per format, with the layout of kernels/pages.py.
 //
-// A reader offers vectors in pairs: keys of channel d at tokens (j, j + P/2), values of token j at channels
-// (d, d + D/2). Two 4-bit codes in a byte are such a pair, so one load serves both. prepare() folds a quantised
-// page's scales into the queries (`fold_q`), finish_p() into the probabilities, never into the elements.
+// A reader offers vectors in pairs: sixteen tokens of key channel d, sixteen channels of value token j, the two vectors
+// belonging at `first` and `second` of a row of n; with kPaired they are those at even and those at odd places. Scales
+// are folded into queries and probabilities, never into the elements.
 #pragma once
 #include "lanes.h"
 
@@ -10,31 +10,44 @@ namespace testbed {
 
 enum Format { kFp32 = 0, kBf16 = 1, kFp16 = 2, kInt8 = 3, kInt4 = 4, kProto = 5 };
 
-struct Pair {
-  vf a, b;
-};
-
 struct Fp32Page {
-  static constexpr bool kQuantised = false;
+  static constexpr bool kQuantised = false, kPaired = false;
+  static constexpr int kLines = 2;
   const float *k, *v;
   int P, D;
   Fp32Page(const uint8_t* blob, int P, int D) : k((const float*)blob), v((const float*)blob + P * D), P(P), D(D) {}
-  Pair keys(int d, int j) const { return {load(k + d * P + j), load(k + d * P + j + P / 2)}; }
-  Pair values(int j, int d) const { return {load(v + j * D + d), load(v + j * D + d + D / 2)}; }
+  Pair keys(int d, int i) const { return two(k + d * P + 16 * i); }
+  Pair values(int j, int i) const { return two(v + j * D + 16 * i); }
+  static Pair two(const float* p) { return {load(p), load(p + W)}; }
+  static int first(int, int i) { return 16 * i; }
+  static int second(int, int i) { return 16 * i + 8; }
 };
 
-template <vf (*LOAD)(const uint16_t*)>
-struct HalfPage {
-  static constexpr bool kQuantised = false;
+struct Fp16Page {
+  static constexpr bool kQuantised = false, kPaired = false;
+  static constexpr int kLines = 1;
   const uint16_t *k, *v;
   int P, D;
-  HalfPage(const uint8_t* blob, int P, int D)
-      : k((const uint16_t*)blob), v((const uint16_t*)blob + P * D), P(P), D(D) {}
-  Pair keys(int d, int j) const { return {LOAD(k + d * P + j), LOAD(k + d * P + j + P / 2)}; }
-  Pair values(int j, int d) const { return {LOAD(v + j * D + d), LOAD(v + j * D + d + D / 2)}; }
+  Fp16Page(const uint8_t* blob, int P, int D) : k((const uint16_t*)blob), v(k + P * D), P(P), D(D) {}
+  Pair keys(int d, int i) const { return two(k + d * P + 16 * i); }
+  Pair values(int j, int i) const { return two(v + j * D + 16 * i); }
+  static Pair two(const uint16_t* p) { return {load_fp16(p), load_fp16(p + W)}; }
+  static int first(int, int i) { return 16 * i; }
+  static int second(int, int i) { return 16 * i + 8; }
 };
-using Bf16Page = HalfPage<load_bf16>;
-using Fp16Page = HalfPage<load_fp16>;
+
+// Two neighbours are one 32-bit word, either half of it a float once the other is cleared.
+struct Bf16Page {
+  static constexpr bool kQuantised = false, kPaired = true;
+  static constexpr int kLines = 1;
+  const uint16_t *k, *v;
+  int P, D;
+  Bf16Page(const uint8_t* blob, int P, int D) : k((const uint16_t*)blob), v(k + P * D), P(P), D(D) {}
+  Pair keys(int d, int i) const { return load_bf16_pair(k + d * P + 16 * i); }
+  Pair values(int j, int i) const { return load_bf16_pair(v + j * D + 16 * i); }
+  static int first(int, int i) { return 16 * i; }
+  static int second(int, int i) { return 16 * i + 8; }
+};
 
 // header: key step unit, key base, key zero unit, then the same for values.
 struct Scales {
@@ -51,31 +64,34 @@ struct Scales {
 };
 
 struct Int8Page {
-  static constexpr bool kQuantised = true;
+  static constexpr bool kQuantised = true, kPaired = false;
+  static constexpr int kLines = 1, kLevels = 255;
   const uint8_t *k, *v;
   int P, D;
   Scales scales;
   Int8Page(const uint8_t* blob, int P, int D) : k(blob), v(blob + P * D), P(P), D(D), scales(blob + 2 * P * D, P, D) {}
-  Pair keys(int d, int j) const {
-    return {to_float(load_u8(k + d * P + j)), to_float(load_u8(k + d * P + j + P / 2))};
-  }
-  Pair values(int j, int d) const {
-    return {to_float(load_u8(v + j * D + d)), to_float(load_u8(v + j * D + d + D / 2))};
-  }
+  Pair keys(int d, int i) const { return two(k + d * P + 16 * i); }
+  Pair values(int j, int i) const { return two(v + j * D + 16 * i); }
+  static Pair two(const uint8_t* p) { return {to_float(load_u8(p)), to_float(load_u8(p + W))}; }
+  static int first(int, int i) { return 16 * i; }
+  static int second(int, int i) { return 16 * i + 8; }
 };
 
 struct Int4Page {
-  static constexpr bool kQuantised = true;
+  static constexpr bool kQuantised = true, kPaired = false;
+  static constexpr int kLines = 1, kLevels = 15;
   const uint8_t *k, *v;
   int P, D;
   Scales scales;
   Int4Page(const uint8_t* blob, int P, int D) : k(blob), v(blob + P * D / 2), P(P), D(D), scales(blob + P * D, P, D) {}
+  Pair keys(int d, int i) const { return split(k + d * (P / 2) + 8 * i); }
+  Pair values(int j, int i) const { return split(v + j * (D / 2) + 8 * i); }
   static Pair split(const uint8_t* p) {
     vi both = load_u8(p);
     return {to_float(both & 15), to_float(both >> 4)};
   }
-  Pair keys(int d, int j) const { return split(k + d * (P / 2) + j); }
-  Pair values(int j, int d) const { return split(v + j * (D / 2) + d); }
+  static int first(int, int i) { return 8 * i; }
+  static int second(int n, int i) { return 8 * i + n / 2; }
 };
 
 // Any format and any head size, one element at a time: keys [D, P], values [P, Dp] with zeros beyond D.
