@@ -63,12 +63,12 @@ def run_cpu(record: Record, cases: Sequence[str], bench: Bench) -> int:
     before, name = torch.get_num_threads(), ""
     try:
         for name in cases:
-            started, first = time.monotonic(), len(record.rows)
+            started = time.monotonic()
             print(f"{name} ...", file=sys.stderr, flush=True)
-            record.rows += [_judged(row) for row in CASES[name](bench)]
+            rows = record.add([_judged(row) for row in CASES[name](bench)])
             record.stages.append({"name": name, "seconds": round(time.monotonic() - started, 1), "outcome": "done"})
             record.write()
-            print(table(record.rows[first:]) + "\n", flush=True)
+            print(table(rows) + "\n", flush=True)
         record.complete = True
     except KeyboardInterrupt:
         record.stages.append({"name": name, "outcome": "interrupted"})

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from kernels.api import DEFAULT_SCHEDULE, attend
+from kernels.api import DEFAULT_SCHEDULE, Options, attend
 from kernels.bench.streams import Paged, Streams, copies_for, make_paged
 from kernels.bench.timing import Contender
 from kernels.schedule import Schedule
@@ -31,10 +31,33 @@ def ours(
     backend: str | None = None,
     want_mass: bool = False,
     schedule: Schedule = DEFAULT_SCHEDULE,
-    note: str = "",
+    prepared: bool = False,
 ) -> Contender:
-    """`kernels.api.attend` over paged streams; a call a copy."""
+    """`kernels.api.attend` over paged streams; a call a copy.
+
+    Args:
+        name: of the contender.
+        streams: where the queries come from.
+        paged: what is attended.
+        q_dtype: of the queries; half types allow half arithmetic.
+        backend: as in `attend`.
+        want_mass: as there.
+        schedule: as there.
+        prepared: with Triton, whether tables are sorted before, as for all the steps of one plan; a captured graph
+            would sort them in every replay.
+    """
     q, scale = streams.q.to(q_dtype), streams.head_dim**-0.5
+    if prepared:
+        from kernels.gpu.attend import attend as run
+        from kernels.gpu.prepare import prepare
+
+        ready = [prepare(table, paged.pools, schedule.split_tokens) for table in paged.tables]
+        options = Options(scale, want_mass=want_mass, schedule=schedule)
+        calls = [
+            partial(run, q, table, paged.pools, paged.first, options, one)
+            for table, one in zip(paged.tables, ready, strict=True)
+        ]
+        return Contender(name, calls, paged.read_bytes)
 
     def call(c: int) -> object:
         return attend(
@@ -48,7 +71,7 @@ def ours(
             backend=backend,
         )
 
-    return Contender(name, [partial(call, c) for c in range(len(paged.tables))], paged.read_bytes, note=note)
+    return Contender(name, [partial(call, c) for c in range(len(paged.tables))], paged.read_bytes)
 
 
 def plain_read(total_bytes: int, cold_bytes: int) -> list[Contender]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernels.bench.contenders import ours
-from kernels.bench.streams import Streams, make_paged, make_streams
+from kernels.bench.streams import Paged, Streams, make_paged, make_streams
 from kernels.bench.timing import Contender, Times, take_turns
 
 TILES = ((0, 0, 0), (32, 4, 3), (64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 8, 3), (128, 4, 2), (128, 8, 3), (32, 2, 4))
@@ -51,7 +51,7 @@ class Context:
     def here(dry_run: bool) -> Context:
         """Of this machine."""
         if dry_run:
-            return Context("cpu", torch.float16, 64, 2, 2, 64, 128, (0, 1, 17, 70), 1 << 16, 0, 1, 1.0, TILES[:2])
+            return Context("cpu", torch.float16, 64, 2, 2, 64, 128, (0, 1, 17, 70), 1 << 16, 0, 0, 0.0, TILES[:2])
         l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
         checked = (0, 1, 15, 16, 17, 63, 64, 65, 421, 3000)
         return Context("cuda", torch.bfloat16, 128, 4, 64, 32768, 131072, checked, 4 << 30, 2 * l2_bytes, 10, 12.0)
@@ -70,10 +70,15 @@ class Context:
         """Times of all contenders."""
         return take_turns(contenders, self.rounds, self.limit_s, self.device)
 
-    def ours(self, name: str, streams: Streams, formats: tuple[str, ...], p: int = 16, **more: Any) -> Contender:
-        """Our Triton attention."""
-        paged = make_paged(streams, formats, p, self.cold_bytes, share=more.pop("share", 1.0))
-        return ours(name, streams, paged, self.half, backend="triton", **more)
+    def ours(
+        self, name: str, streams: Streams, formats: tuple[str, ...], p: int = 16, *, share: float = 1.0, **more: Any
+    ) -> Contender:
+        """Our Triton attention over its own copies, tables sorted before."""
+        return self.over(name, streams, make_paged(streams, formats, p, self.cold_bytes, share=share), **more)
+
+    def over(self, name: str, streams: Streams, paged: Paged, **more: Any) -> Contender:
+        """Our Triton attention over given pages."""
+        return ours(name, streams, paged, self.half, backend="triton", **{"prepared": True, **more})
 
     def streams(self, lengths: Sequence[int], seed: int) -> Streams:
         """Random streams on the device."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 
 from kernels.api import Schedule
 from kernels.bench.contenders import (
@@ -13,7 +12,6 @@ from kernels.bench.contenders import (
     device_copy,
     flash_rivals,
     our_name,
-    ours,
     padded_rivals,
     torch_rivals,
 )
@@ -25,20 +23,24 @@ from kernels.bench.timing import Contender, to_row
 from kernels.cost import Variant
 
 OF_COPY, INT8_OVER_BF16, INT4_OVER_BF16 = 0.8, 1.7, 2.8
+FITTED = (("bf16",), ("int8",), ("int4",), ("bf16", "proto"))
 MIXED_OVER_EXACT, PROPORTION, SCORING_SHARE, APPEND_SHARE, KEPT = 3.0, 0.2, 0.15, 0.05, 0.25
 RIVALS = (PACKED, "sdpa bf16 enable_gqa, bucketed", "transformers sdpa", "sdpa bf16 packed, padded, mask")
-TRUTH_TOKENS = 1 << 19  # float64 attention over more than that takes too long
 
 
 def decode(context: Context) -> Iterator[Row]:
     """Bandwidth of the batch and of one long sequence, beside a copy, SDPA, FlashAttention and FlashInfer."""
     shapes = {
         f"{context.batch} x {context.batch_tokens}": (context.batch, context.batch_tokens, max(1, context.batch // 8)),
-        f"8 x {context.single_tokens}": (8 if not context.dry else 2, context.single_tokens, 1),
+        f"8 x {context.single_tokens}": (8, context.single_tokens, 1),
     }
+    if context.dry:
+        shapes.popitem()
     for shape, (count, tokens, sequences) in shapes.items():
         streams = context.streams([tokens] * count, 5)
         mine = [context.ours(our_name(name, 16), streams, (name,)) for name in (context.compute, "int8", "int4")]
+        first = our_name(context.compute)
+        mine.append(context.ours(f"{first}, table sorted in the call", streams, (context.compute,), prepared=False))
         mine += [context.ours(our_name(name, 64), streams, (name,), 64) for name in (context.compute, "int8", "int4")]
         others = [c for c in torch_rivals(streams, context.cold_bytes) if c.name in RIVALS]
         others += flash_rivals(streams, sequences, 16, context.cold_bytes)
@@ -51,7 +53,7 @@ def _beside(
     """Rows with the targets of bandwidth and of the quantised formats."""
     copy = device_copy(context.copy_bytes, context.device)
     times = context.turns([*mine, *others, copy])
-    truth = streams.truth() if sum(streams.lengths) <= TRUTH_TOKENS else None
+    truth = streams.truth()
     gbps = context.copy_bytes / (times[COPY].best_ms or float("nan")) / 1e6
     sdpa_ms = times[PACKED].best_ms
     bf16_ms = times[our_name(context.compute, 16)].best_ms
@@ -69,7 +71,7 @@ def _beside(
 
 def ragged(context: Context) -> Iterator[Row]:
     """Streams of different lengths in proportion to their bytes, and a quarter exact with prototypes for the rest."""
-    tokens = context.batch_tokens // 4
+    tokens = max(64, context.batch_tokens // 4)
     even = context.streams([tokens] * context.batch, 6)
     few = max(1, context.batch // 4)
     uneven = context.streams([4 * tokens] * few + [max(64, tokens // 8)] * (context.batch - few), 7)
@@ -104,10 +106,10 @@ def store(context: Context) -> Iterator[Row]:
     """Append with upkeep and page scoring beside the attention of the same layer."""
     streams = context.streams([context.batch_tokens] * context.batch, 8)
     paged = make_paged(streams, (context.compute,), 16, context.cold_bytes)
-    exact = ours("all pages", streams, paged, context.half, backend="triton")
+    exact = context.over("all pages", streams, paged)
     score, narrowed = score_contender(streams, paged, 16, KEPT, context.cold_bytes, "triton")
     best = replace(paged, tables=narrowed)
-    kept = ours(f"best {KEPT:.0%} of the pages", streams, best, context.half, backend="triton")
+    kept = context.over(f"best {KEPT:.0%} of the pages", streams, best)
     kept.read_bytes = int(kept.read_bytes * KEPT)
     added = append_contender(
         "append a token",
@@ -149,12 +151,14 @@ def variants(context: Context) -> Iterator[Row]:
     schedules += [Schedule(split_tokens=n) for n in (SPLITS[:1] if context.dry else SPLITS)]
     for shape, lengths in loads.items():
         streams = context.streams(lengths, 9)
-        for formats in ((context.compute,), ("int8",), ("int4",), (context.compute, "proto")):
+        for formats in ((context.compute, "proto"),) if context.dry else FITTED:
             paged = make_paged(streams, formats, 16, context.cold_bytes, share=KEPT)
-            make = partial(ours, streams=streams, paged=paged, q_dtype=context.half, backend="triton")
             for start in range(1, len(schedules), 3):
                 some = [schedules[0], *schedules[start : start + 3]]
-                contenders = [make(Variant("triton", replace(x, threads=1)).describe(), schedule=x) for x in some]
+                contenders = [
+                    context.over(Variant("triton", replace(x, threads=1)).describe(), streams, paged, schedule=x)
+                    for x in some
+                ]
                 times = context.turns(contenders)
                 for each in contenders:
                     yield to_row(f"variants {'+'.join(formats)} {shape}", each, times[each.name], 0)

@@ -26,11 +26,11 @@ class Stage:
 
 STAGES: Mapping[str, Stage] = MappingProxyType(
     {
-        "correct": Stage(correct, 130.0),
+        "correct": Stage(correct, 150.0),
         "graph": Stage(graph, 40.0),
         "decode": Stage(decode, 100.0),
         "ragged": Stage(ragged, 60.0),
-        "store": Stage(store, 50.0),
-        "variants": Stage(variants, 120.0),
+        "store": Stage(store, 40.0),
+        "variants": Stage(variants, 90.0),
     }
 )

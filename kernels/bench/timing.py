@@ -10,7 +10,7 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class Times:
     each_ms: tuple[float, ...]
     result: object = None
     failure: str = ""
+    note: str = ""
 
     @property
     def best_ms(self) -> float | None:
@@ -64,7 +65,8 @@ class Times:
 def take_turns(contenders: Sequence[Contender], rounds: int, limit_s: float, device: str = "cpu") -> dict[str, Times]:
     """Times contenders in turns until all rounds are done or the time is up, two rounds at least.
 
-    A contender that raises is out, with its reason; rivals come from libraries that may not serve this machine.
+    A contender that raises is out, with its reason; rivals come from libraries that may not serve this machine. With no
+    rounds at all the warm-up counts, the second call of each.
     """
     runners: dict[str, _Runner] = {}
     times: dict[str, list[float]] = {}
@@ -75,8 +77,8 @@ def take_turns(contenders: Sequence[Contender], rounds: int, limit_s: float, dev
         times[each.name] = []
         try:
             result = each.calls[0]()
-            runners[each.name] = _GraphRunner(each) if device == "cuda" else _HostRunner(each)
-            found[each.name] = Times((), result)
+            runners[each.name], note = _device_runner(each) if device == "cuda" else (_HostRunner(each), "")
+            found[each.name] = Times((), result, note=note)
         except Exception as error:  # whatever a library of others raises
             found[each.name] = Times((), failure=f"{type(error).__name__}: {str(error).strip()[:300]}")
     end = time.monotonic() + limit_s
@@ -84,10 +86,12 @@ def take_turns(contenders: Sequence[Contender], rounds: int, limit_s: float, dev
         if turn > 1 and time.monotonic() > end:
             break
         for name, runner in runners.items():
-            slow = runner.warm_ms > SLOW_MS
+            slow = min([runner.warm_ms, *times[name]]) > SLOW_MS
             if not slow or turn < SLOW_TURNS:
                 times[name] += [runner.time_ms() for _ in range(1 if slow else CALLS_A_TURN)]
-    return {name: Times(tuple(times[name]), one.result, one.failure) for name, one in found.items()}
+    for name, runner in runners.items():
+        times[name] = times[name] or [runner.warm_ms]
+    return {name: replace(one, each_ms=tuple(times[name])) for name, one in found.items()}
 
 
 class _HostRunner:
@@ -105,11 +109,33 @@ class _HostRunner:
         return 1e3 * (time.perf_counter() - started)
 
 
-class _GraphRunner:
+class _EventRunner:
+    """Times a pass over all copies by events, launched one by one."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+        self.warm_ms = 0.0
+        self.warm_ms = self.time_ms()
+
+    def launch(self) -> None:
+        """All copies once."""
+        for call in self.contender.calls:
+            call()
+
+    def time_ms(self) -> float:
+        """One pass, over the number of calls in it."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        self.launch()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / len(self.contender.calls)
+
+
+class _GraphRunner(_EventRunner):
     """Times a graph of one call a copy, by events."""
 
     def __init__(self, contender: Contender) -> None:
-        self.copies = len(contender.calls)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):  # as torch asks for: warmed up beside the stream that captures
@@ -119,20 +145,22 @@ class _GraphRunner:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.kept = [call() for call in contender.calls]
-        self.warm_ms = 0.0
-        self.warm_ms = self.time_ms()
+        super().__init__(contender)
 
-    def time_ms(self) -> float:
-        """One replay, over the number of calls in it."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+    def launch(self) -> None:
+        """One replay."""
         self.graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) / self.copies
 
 
-_Runner = _HostRunner | _GraphRunner
+def _device_runner(contender: Contender) -> tuple[_EventRunner, str]:
+    """A graph of the contender, or where it can't be captured its launches, with a note that says why."""
+    try:
+        return _GraphRunner(contender), ""
+    except RuntimeError as error:
+        return _EventRunner(contender), f"not in a graph: {str(error).strip()[:120]}"
+
+
+_Runner = _HostRunner | _EventRunner
 
 
 def rows_of(result: object, head_dim: int) -> Tensor:
@@ -186,5 +214,5 @@ def to_row(
         of_read=gbps / read_gbps if read_gbps and contender.read_bytes else None,
         over_sdpa=sdpa_ms / best_ms if sdpa_ms else None,
         error=None if truth is None else relative_error(times.result, truth),
-        note=contender.note,
+        note="; ".join(x for x in (contender.note, times.note) if x),
     )
