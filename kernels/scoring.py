@@ -65,6 +65,11 @@ def query_bound(
         from kernels.cpu.store import page_scores
 
         return page_scores(q, highest, lowest, count)
+    if name == "triton":
+        from kernels.gpu.score import page_scores as launch
+
+        _check_range("count", count, lowest.shape[1])
+        return launch(q, highest, lowest, count)
     dtype = torch.float64 if name == "reference" else torch.float32
     rows = q.to(dtype).flatten(1, 2)
     signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], 2)
@@ -92,14 +97,18 @@ def mean_key_score(q: Tensor, mean_k: Tensor, count: Tensor | None = None, backe
         from kernels.cpu.store import page_scores
 
         return page_scores(q, mean_k, None, count)
+    if name == "triton":
+        from kernels.gpu.score import page_scores as launch
+
+        _check_range("count", count, mean_k.shape[1])
+        return launch(q, mean_k, None, count)
     dtype = torch.float64 if name == "reference" else torch.float32
     return _best_row(q.to(dtype).flatten(1, 2) @ mean_k.to(dtype).transpose(1, 2), count)
 
 
 def _best_row(score: Tensor, count: Tensor | None) -> Tensor:
     """[S, R, N] -> [S, N] float32 by the rules of `query_bound`."""
-    if count is not None:
-        _check_range("count", count, score.shape[2])
+    _check_range("count", count, score.shape[2])
     best = torch.where(score.isnan(), -math.inf, score).amax(1).float()
     if count is None:
         return best
@@ -163,6 +172,10 @@ def top_pages(score: Tensor, count: Tensor, k: Tensor, width: int, backend: str 
     _check_range("k", k, width)
     if name == "reference":
         return _top_pages_reference(score, count, k, width)
+    if name == "triton":
+        from kernels.gpu.score import top_pages as launch
+
+        return launch(score, count, k, width)
     return _top_pages_torch(score, count, k, width)
 
 
@@ -269,9 +282,9 @@ def _check_top(score: Tensor, count: Tensor, k: Tensor, width: int) -> None:
         raise ValueError(f"top_pages width={width}: must be 0 or more")
 
 
-def _check_range(name: str, value: Tensor, most: int) -> None:
+def _check_range(name: str, value: Tensor | None, most: int) -> None:
     """Refuses numbers outside 0 to most; looking would make a device wait."""
-    if value.numel() and (value.device.type == "cpu" or DEBUG):
+    if value is not None and value.numel() and (value.device.type == "cpu" or DEBUG):
         low, high = (int(x) for x in value.aminmax())
         if low < 0 or high > most:
             raise ValueError(f"{name} {low} to {high}: must be 0 to {most}")
