@@ -31,24 +31,32 @@ class Partial:
 def merge(partials: Sequence[Partial]) -> Partial:
     """Attention over the union of disjoint key sets; mass is dropped, since tables differ.
 
+    A part whose lse is -inf counts for nothing in that row, whatever its out holds, NaN included. A row whose lse is
+    NaN or +inf in any part is NaN; a NaN in out alone spoils the elements it is in, unless its share rounds to 0. No
+    row depends on another.
+
     Args:
-        partials: at least one, all of the same shapes; empty ones (lse -inf) count for nothing; a row that is
-            NaN in one is NaN.
+        partials: at least one, all of the same shapes.
 
     Raises:
-        ValueError: no partial at all.
+        ValueError: no partial at all, shapes that differ.
     """
     if not partials:
         raise ValueError("merge of 0 partials: must be at least 1")
-    if len(partials) == 1:
-        return Partial(partials[0].out, partials[0].lse)
+    first = partials[0]
+    for i, p in enumerate(partials):
+        if p.out.shape != first.out.shape or p.lse.shape != first.out.shape[:-1]:
+            raise ValueError(
+                f"merge partials[{i}] of out {tuple(p.out.shape)}, lse {tuple(p.lse.shape)}: must be "
+                f"{tuple(first.out.shape)}, {tuple(first.out.shape[:-1])} like the first out"
+            )
     lse = torch.stack([p.lse for p in partials])
     top = lse.amax(0)
     # -inf minus -inf is NaN: an all-empty row is weighed against 0 instead.
     weight = torch.exp2(lse - torch.where(top.isinf(), 0.0, top))
     total = weight.sum(0)
     scale = torch.where(weight == 0, 0.0, weight / total)
-    out = torch.zeros_like(partials[0].out)
+    out = torch.zeros_like(first.out)
     for p, s in zip(partials, scale, strict=True):
         out = out + torch.where(s[..., None] == 0, 0.0, p.out * s[..., None])
     return Partial(out, torch.where(top.isinf(), top, top + total.log2()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def cut(table: PageTable, s: slice) -> PageTable:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000), at=st.lists(st.integers(0, 20), min_size=1, max_size=3), order=st.randoms())
-def test_parts_join_to_the_whole(seed: int, at: list[int], order: object) -> None:
+def test_parts_join_to_the_whole(seed: int, at: list[int], order: Random) -> None:
     case = make_case(seed, ("fp32", "int8", "proto"), (0, 4, 321), tokens=2 * (seed % 2) + 1)
     whole = case.run("cpu")
     edges = [0, *sorted(at), case.table.pool.shape[1]]
@@ -29,7 +30,7 @@ def test_parts_join_to_the_whole(seed: int, at: list[int], order: object) -> Non
         attend(case.q, cut(case.table, slice(a, b)), case.pools, case.first_position, scale=0.125)
         for a, b in zip(edges, edges[1:], strict=False)
     ]
-    order.shuffle(parts)  # type: ignore[attr-defined]
+    order.shuffle(parts)
     joined = merge(parts)
     assert torch.allclose(joined.out, whole.out, atol=1e-5)
     assert torch.equal(joined.lse.isinf(), whole.lse.isinf())
@@ -56,3 +57,71 @@ def test_empty_parts_count_for_nothing_even_if_they_hold_nan() -> None:
     assert (both.lse == -math.inf).all()
     with pytest.raises(ValueError, match="merge of 0"):
         merge([])
+
+
+def random_parts(seed: int, parts: int, spread: float) -> list[Partial]:
+    """Parts of 2 x 2 x 3 rows whose lse differ by up to `spread`, about a third of them empty."""
+    rng = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(parts):
+        lse = torch.randn(2, 2, 3, generator=rng) * spread
+        lse[torch.rand(2, 2, 3, generator=rng) < 0.3] = -math.inf
+        made.append(Partial(torch.randn(2, 2, 3, 8, generator=rng), lse))
+    return made
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    parts=st.integers(1, 6),
+    spread=st.sampled_from([0.1, 3.0, 100.0, 3000.0]),
+    order=st.randoms(use_true_random=False),
+)
+def test_any_order_and_nesting_gives_the_float64_sum(seed: int, parts: int, spread: float, order: Random) -> None:
+    made = random_parts(seed, parts, spread)
+    lse = torch.stack([p.lse for p in made]).double()
+    share = (lse * math.log(2)).softmax(0).nan_to_num(0.0)  # every part empty: softmax of -inf alone is NaN
+    want = (share[..., None] * torch.stack([p.out for p in made]).double()).sum(0)
+    want_lse = (lse * math.log(2)).logsumexp(0) / math.log(2)
+    nested = list(made)
+    order.shuffle(nested)
+    while len(nested) > 1:  # joins neighbours at random until one is left
+        at = order.randrange(len(nested) - 1)
+        nested[at : at + 2] = [merge(nested[at : at + 2])]
+    for got in (merge(made), merge(nested)):
+        assert (got.out - want).abs().max() < 1e-5 * max(1.0, spread / 100)  # lse itself is rounded to 1e-7 of it
+        assert torch.equal(got.lse.isinf(), want_lse.isinf())
+        seen = ~want_lse.isinf()
+        assert ((got.lse - want_lse)[seen].abs() <= 1e-6 * (1 + want_lse[seen].abs())).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    parts=st.integers(1, 4),
+    where=st.tuples(st.integers(0, 3), st.integers(0, 1), st.integers(0, 1), st.integers(0, 2)),
+    bad=st.sampled_from([math.nan, math.inf]),
+)
+def test_a_spoiled_row_is_nan_and_no_other_changes(
+    seed: int, parts: int, where: tuple[int, int, int, int], bad: float
+) -> None:
+    made = random_parts(seed, parts, 3.0)
+    clean = merge(made)
+    part, row = made[where[0] % parts], where[1:]
+    part.lse[row] = bad
+    got = merge(made)
+    assert got.out[row].isnan().all()
+    assert not torch.isfinite(got.lse[row])
+    got.out[row], got.lse[row] = clean.out[row], clean.lse[row]
+    assert torch.equal(got.out, clean.out)
+    assert torch.equal(got.lse, clean.lse)
+    part.lse[row], part.out[row] = -math.inf, math.nan  # empty there: what it holds carries no meaning
+    assert torch.isfinite(merge(made).out).all()
+
+
+def test_shapes_that_differ_are_named() -> None:
+    one = random_parts(0, 1, 1.0)[0]
+    with pytest.raises(ValueError, match=r"partials\[1\] of out \(1, 2, 3, 8\)"):
+        merge([one, Partial(one.out[:1], one.lse[:1])])
+    with pytest.raises(ValueError, match=r"partials\[0\]"):
+        merge([Partial(one.out, one.lse[:1])])
