@@ -33,11 +33,10 @@ def with_background(case: Case, seed: int) -> Case:
     k, v = (torch.randn(streams, 1, head_dim, generator=rng) for _ in range(2))
     blobs = encode_prototypes(fmt, k, v, torch.full((streams, 1), 7.5))
     t = case.table
-    columns = [torch.nn.functional.pad(x, (0, 1)) for x in (t.pool, t.slot, t.page)]
+    pool, slot, page = (torch.nn.functional.pad(x, (0, 1)) for x in (t.pool, t.slot, t.page))
     rows, at = torch.arange(streams), t.count.long()
-    for column, value in zip(columns, (len(case.pools), rows, 0), strict=True):
-        column[rows, at] = torch.as_tensor(value).to(column.dtype)
-    return replace(case, table=PageTable(*columns, t.count + 1), pools=(*case.pools, Pool(fmt, (blobs,))))
+    pool[rows, at], slot[rows, at], page[rows, at] = len(case.pools), rows.int(), 0
+    return replace(case, table=PageTable(pool, slot, page, t.count + 1), pools=(*case.pools, Pool(fmt, (blobs,))))
 
 
 def plain(case: Case, tokens: list[tuple[FeatureMap, Tensor, Tensor]], s: int, row: tuple[int, int]) -> tuple:

@@ -166,10 +166,11 @@ def test_bad_prototype_arguments_are_named() -> None:
         make_prototypes(k, k, 2, torch.ones(2, 8, dtype=torch.bool))
     with pytest.raises(ValueError, match="join_pages"):
         join_pages(k, 2)
-    with pytest.raises(ValueError, match="prototypes"):
-        encode_prototypes(page_format("proto", 16, 64, 2), *(torch.zeros(1, 3, 64),) * 2, torch.zeros(1, 3))
-    with pytest.raises(ValueError, match="log2_count"):
-        encode_prototypes(page_format("proto", 16, 64, 2), *(torch.zeros(1, 2, 64),) * 2, torch.zeros(1, 3))
+    fmt, three, two = page_format("proto", 16, 64, 2), torch.zeros(1, 3, 64), torch.zeros(1, 2, 64)
+    with pytest.raises(ValueError, match=r"k \(1, 3, 64\)"):
+        encode_prototypes(fmt, three, three, torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"log2_count \(1, 3\)"):
+        encode_prototypes(fmt, two, two, torch.zeros(1, 3))
 
 
 @pytest.mark.parametrize("method", METHODS)
