@@ -171,16 +171,25 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
 
     Args:
         fmt: target format; for "proto" the page's tokens are grouped by `prototypes.make_prototypes`.
-        k: [M, P, D] float keys, finite.
-        v: [M, P, D] float values, finite.
+        k: [M, P, D] float keys. Float formats store NaN and infinities as they are; in a quantised one a page with any
+            among its keys decodes to keys that are all NaN, and no other page changes.
+        v: [M, P, D] float values; NaN and infinities likewise spoil that page's values.
         backend: "cpu", "triton", "torch", or None for the fastest there is.
 
     Returns:
         [M, page_bytes] uint8.
+
+    Raises:
+        ValueError: types, devices or shapes that don't match.
     """
     want = (fmt.page_tokens, fmt.head_dim)
     if k.dim() != 3 or k.shape != v.shape or k.shape[1:] != want:
         raise ValueError(f"encode k {tuple(k.shape)}, v {tuple(v.shape)}: must both be [M, {want[0]}, {want[1]}]")
+    for name, value in (("k", k), ("v", v)):
+        if not value.dtype.is_floating_point:
+            raise ValueError(f"encode {name} {value.dtype}: must be a float type")
+    if v.device != k.device:
+        raise ValueError(f"encode v on {v.device}: must be on k's device, {k.device}")
     if fmt.name == "proto":
         from kernels.prototypes import encode_prototypes, make_prototypes
 

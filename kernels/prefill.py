@@ -38,7 +38,7 @@ def chunk_attention(
         out [Hq, T, D] of q's dtype, lse [Hq, T] float32 in base 2.
 
     Raises:
-        ValueError: shapes that don't match.
+        ValueError: shapes that don't match, a negative window.
     """
     query_heads, tokens, head_dim = q.shape
     kv_heads, length, _ = k.shape
@@ -47,6 +47,8 @@ def chunk_attention(
             f"chunk q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: must be [Hq, T, D], [Hk, Tk, D] "
             "twice, with Hq a multiple of Hk and 0 < T <= Tk"
         )
+    if window_tokens < 0:
+        raise ValueError(f"chunk window_tokens={window_tokens}: must be 0 (no limit) or more")
     if (window_tokens and window_tokens < length) or slopes is not None or not _flash_serves(q):
         return _blocked(q, k, v, scale, window_tokens, slopes)
     group, past = query_heads // kv_heads, length - tokens

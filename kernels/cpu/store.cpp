@@ -62,9 +62,10 @@ void quantise(const float* tile, int A, int B, int levels, uint8_t* codes, uint8
     for (int b = 0; b + W <= B; b += W) body(b, load(x + b));
     if (B % W) body(B - W, load(x + B - W));
   };
+  vf spoilt = splat(0.0f);  // NaN once there was a NaN or an infinity, which comparisons would pass over
   for (int a = 0; a < A; ++a) {
     vf l = splat(tile[a * B]), h = l;
-    each(tile + a * B, [&](int, vf x) { l = x < l ? x : l, h = x > h ? x : h; });
+    each(tile + a * B, [&](int, vf x) { l = x < l ? x : l, h = x > h ? x : h, spoilt += x - x; });
     low[a] = -highest(-l), high[a] = highest(h);
   }
   float base = low[0], top = low[0];
@@ -95,7 +96,8 @@ void quantise(const float* tile, int A, int B, int levels, uint8_t* codes, uint8
     else
       for (int b = 0; b < B / 2; ++b) codes[a * (B / 2) + b] = row[b] | (uint8_t)(row[b + B / 2] << 4);
   }
-  header[0] = step_unit, header[1] = base, header[2] = zero_unit;
+  const float fault = sum(spoilt);
+  header[0] = step_unit, header[1] = fault == 0.0f ? base : fault, header[2] = zero_unit;
 }
 
 void encode_page(int64_t format, const Source& k, const Source& v, int64_t m, int P, int D, float* tile, uint8_t* to) {
