@@ -51,7 +51,7 @@ class Context:
     def here(dry_run: bool) -> Context:
         """Of this machine."""
         if dry_run:
-            return Context("cpu", torch.float16, 64, 2, 2, 64, 128, (0, 1, 17, 70), 1 << 16, 0, 0, 0.0, TILES[:2])
+            return Context("cpu", torch.float16, 64, 2, 2, 64, 128, (0, 1, 17, 86), 1 << 16, 0, 0, 0.0, TILES[:2])
         l2_bytes = torch.cuda.get_device_properties(0).L2_cache_size
         checked = (0, 1, 15, 16, 17, 63, 64, 65, 421, 3000)
         return Context("cuda", torch.bfloat16, 128, 4, 64, 32768, 131072, checked, 4 << 30, 2 * l2_bytes, 10, 12.0)
@@ -60,6 +60,11 @@ class Context:
     def dry(self) -> bool:
         """Whether times mean nothing."""
         return self.device == "cpu"
+
+    @property
+    def formats(self) -> tuple[str, ...]:
+        """Float and quantised formats to time."""
+        return (self.compute, "int4") if self.dry else (self.compute, "int8", "int4")
 
     @property
     def compute(self) -> str:

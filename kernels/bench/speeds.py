@@ -38,10 +38,10 @@ def decode(context: Context) -> Iterator[Row]:
         shapes.popitem()
     for shape, (count, tokens, sequences) in shapes.items():
         streams = context.streams([tokens] * count, 5)
-        mine = [context.ours(our_name(name, 16), streams, (name,)) for name in (context.compute, "int8", "int4")]
+        mine = [context.ours(our_name(name, 16), streams, (name,)) for name in context.formats]
         first = our_name(context.compute)
         mine.append(context.ours(f"{first}, table sorted in the call", streams, (context.compute,), prepared=False))
-        mine += [context.ours(our_name(name, 64), streams, (name,), 64) for name in (context.compute, "int8", "int4")]
+        mine += [context.ours(our_name(name, 64), streams, (name,), 64) for name in context.formats]
         others = [c for c in torch_rivals(streams, context.cold_bytes) if c.name in RIVALS]
         others += flash_rivals(streams, sequences, 16, context.cold_bytes)
         yield from _beside(context, f"decode {shape}", streams, mine, others)
@@ -77,7 +77,7 @@ def ragged(context: Context) -> Iterator[Row]:
     uneven = context.streams([4 * tokens] * few + [max(64, tokens // 8)] * (context.batch - few), 7)
     mine = {
         (name, shape): context.ours(f"ours {name} {shape}", streams, (name,))
-        for name in (context.compute, "int8", "int4")
+        for name in context.formats
         for shape, streams in (("uniform", even), ("ragged", uneven))
     }
     quarter = context.ours("ours 25% exact + prototypes", even, (context.compute, "proto"), share=KEPT)
@@ -89,7 +89,7 @@ def ragged(context: Context) -> Iterator[Row]:
     for each in every:
         row = to_row("ragged", each, times[each.name], 0, None, None, None if "uniform" in each.name else sdpa_ms)
         yield row
-    for name in (context.compute, "int8", "int4"):
+    for name in context.formats:
         pair = [mine[name, shape] for shape in ("ragged", "uniform")]
         slow, quick = (times[each.name].best_ms for each in pair)
         if slow and quick:
