@@ -109,6 +109,18 @@ def test_least_squares_solves_its_normal_equations() -> None:
         assert (loss(state[0], state[2] + step[..., 0]) > least).all()
 
 
+def test_closed_value_is_weighed_by_the_skipped_mass() -> None:
+    past, _, kept_k, kept_v, k, v = lifelike(8)
+    out, lse = attention(past, k, v)
+    kept = attention(past, kept_k, kept_v)
+    share = (torch.exp2(lse) / (torch.exp2(lse) + torch.exp2(kept[1])))[..., None]
+    want = (share * out).sum(1) / share.sum(1)
+    weighed, even = (fit_background(past, k, v, scale=SCALE, kept=given)[1][:, 0].double() for given in (kept, None))
+    assert torch.allclose(weighed, want, atol=1e-5)
+    assert torch.allclose(even, out.mean(1), atol=1e-5)
+    assert (want - out.mean(1)).abs().max() > 1e-3
+
+
 def test_gradient_is_never_worse_than_its_start_on_the_queries_it_checks() -> None:
     past, _, kept_k, kept_v, k, v = lifelike(6)
     kept, skipped = attention(past, kept_k, kept_v), attention(past, k, v)
