@@ -41,7 +41,8 @@ def attend(
         return Partial(out, lse, mass)
     slopes, window = options.slopes, options.window_tokens
     for entries, part in _alike(q, table.count, max(pool.fmt.rows for pool in pools)):
-        some = PageTable(*(_widen(x[part], entries) for x in (table.pool, table.slot, table.page)), table.count[part])
+        pool, slot, page = (_widen(x[part], entries) for x in (table.pool, table.slot, table.page))
+        some = PageTable(pool, slot, page, table.count[part])
         own = replace(
             options,
             slopes=None if slopes is None else slopes[part],

@@ -7,10 +7,12 @@ quick.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,15 +30,16 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Memory that torch hands out unwritten is NaN (floats) or the largest integer, so an output left out shows."""
-    before, fill = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    module: Any = importlib.import_module("torch.utils.deterministic")
+    before, fill = torch.are_deterministic_algorithms_enabled(), module.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    module.fill_uninitialized_memory = True
     try:
         assert torch.empty(3).isnan().all()
         yield
     finally:
         torch.use_deterministic_algorithms(before)
-        torch.utils.deterministic.fill_uninitialized_memory = fill
+        module.fill_uninitialized_memory = fill
 
 
 def bf16(raw: np.ndarray) -> np.ndarray:

@@ -11,23 +11,30 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import TypedDict
 
 import pytest
 import torch
 from exactness import (
+    LOG2E,
     TOLERANCE,
     check,
     oracle,
     permuted,
     poisoned_memory,
     slice_table,
+    stream_rows,
     with_background,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_case import Case, make_case
+from torch import Tensor
 
 from kernels.api import PageTable, Pool, Schedule, append, attend, gather, scatter
+from kernels.linear_attention import add, empty_state, favor_map
+from kernels.linear_attention import attend as linear_attend
+from kernels.mixture import attend_mixture
 from kernels.pages import page_format
 from kernels.state import Partial, merge
 
@@ -64,9 +71,16 @@ def build(mode: str, name: str, lengths: tuple[int, ...], head_dim: int, page_to
     return replace(case, q=case.q.bfloat16().float())  # so that one oracle serves queries of every type
 
 
-def window_of(mode: str, streams: int) -> dict[str, object]:
+class Windows(TypedDict):
+    """What the window modes add to a call."""
+
+    window_tokens: int | Tensor
+    sink_tokens: int
+
+
+def window_of(mode: str, streams: int) -> Windows:
     if mode not in ("window", "mixture"):
-        return {}
+        return {"window_tokens": 0, "sink_tokens": 0}
     windows = torch.tensor(([0, 1, 37, 200] * streams)[:streams], dtype=torch.int32)
     return {"window_tokens": windows, "sink_tokens": 21}
 
@@ -129,7 +143,7 @@ def test_any_mixture(
         case = with_background(case, seed)
     case = replace(case, q=case.q.to(dtype))
     window = torch.tensor(windows[: len(lengths)], dtype=torch.int32)
-    options = {"window_tokens": window, "sink_tokens": sink_tokens}
+    options: Windows = {"window_tokens": window, "sink_tokens": sink_tokens}
     want = oracle(case, head_dim**-0.5, **options)
     schedule = Schedule(split_tokens=split_tokens, threads=threads, item_splits=item_splits)
     for backend in FAST:
@@ -248,10 +262,30 @@ def test_a_million_tokens_in_one_stream(name: str) -> None:
         check(Partial(got.out, got.lse), want, 1e-5, backend)
 
 
-def _repeated(base: Case, columns: torch.Tensor, scale: float, unwritten: int) -> Partial:
-    """The oracle of a stream that lists columns of `base` over and over; the last entry's last tokens are unseen."""
-    from exactness import LOG2E, stream_rows
+@pytest.mark.parametrize("backend", FAST)
+def test_a_mixture_with_a_linear_state(backend: str) -> None:
+    """Exact, quantised, prototype and background entries and a linear state (FAVOR+) are one softmax."""
+    case = with_background(make_case(6, ("fp32", "int4", "proto"), (5, 90, 300), group=2), 6)
+    rng = torch.Generator().manual_seed(6)
+    k, v = torch.randn(3, 40, 64, generator=rng), torch.randn(3, 40, 64, generator=rng)
+    fmap = favor_map(64, 128, 0.125, seed=1)
+    state = empty_state(3, 128, 64)
+    add(state, fmap, k, v)
+    part = linear_attend(case.q, state, fmap)
+    got = attend_mixture(case.q, case.table, case.pools, case.first_position, [part], scale=0.125, want_mass=True,
+                         backend=backend)  # fmt: skip
+    assert fmap.projection is not None
+    w, x, y = fmap.projection.double(), case.q.double() * 0.125**0.5, k.double() * 0.125**0.5
+    phi_q = x @ w.T - x.square().sum(3, keepdim=True) / 2
+    phi_k = y @ w.T - y.square().sum(2, keepdim=True) / 2
+    logit = (phi_q[:, :, :, None] + phi_k[:, None, None]).logsumexp(4) - math.log(128)
+    want = oracle(case, 0.125, extra={s: (logit[s] * LOG2E, v[s].double()) for s in range(3)})
+    assert want.mass is not None
+    check(got, replace(want, mass=torch.cat([want.mass, 1 - want.mass.sum(1, keepdim=True)], 1)), 1e-5)
 
+
+def _repeated(base: Case, columns: Tensor, scale: float, unwritten: int) -> Partial:
+    """The oracle of a stream that lists columns of `base` over and over; the last entry's last tokens are unseen."""
     rows = stream_rows(base, 0)
     count = torch.bincount(columns, minlength=64).double()[rows.column]
     last = (rows.column == columns[-1]) & (rows.position % 16 >= 16 - unwritten)
@@ -263,13 +297,13 @@ def _repeated(base: Case, columns: torch.Tensor, scale: float, unwritten: int) -
 
 
 @pytest.fixture
-def mapped() -> torch.Tensor:
+def mapped() -> Tensor:
     """Five gigabytes of addresses; pages that nobody touches take no memory."""
     return torch.empty(5 << 30, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("name", ["bf16", "int8", "proto"])
-def test_addresses_beyond_two_gigabytes(name: str, mapped: torch.Tensor) -> None:
+def test_addresses_beyond_two_gigabytes(name: str, mapped: Tensor) -> None:
     fmt = page_format(name, 16, 64, 2 if name == "proto" else 1)
     near = make_case(4, ("bf16", name) if name != "bf16" else ("bf16",), (1000,), slabs=1)
     which = len(near.pools) - 1
@@ -289,7 +323,7 @@ def test_addresses_beyond_two_gigabytes(name: str, mapped: torch.Tensor) -> None
 
 
 @pytest.mark.parametrize("backend", FAST)
-def test_writes_beyond_two_gigabytes(backend: str, mapped: torch.Tensor) -> None:
+def test_writes_beyond_two_gigabytes(backend: str, mapped: Tensor) -> None:
     fmt = page_format("bf16", 16, 64)
     pages = len(mapped) // fmt.page_bytes
     far = Pool(fmt, (mapped.view(pages, fmt.page_bytes),))
