@@ -18,7 +18,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.linear_attention import add as add_linear
 from kernels.schedule import Schedule
 from kernels.state import Partial
 from kernels.table import PageTable, Pool
@@ -97,8 +96,9 @@ def attend(
         `Partial`; out 0 and lse -inf for a row that sees nothing.
 
     Raises:
-        ValueError: types, devices or shapes that don't match, an unknown backend; with TESTBED_DEBUG=1 also a table
-            entry outside its pool.
+        ValueError: types, devices or shapes that don't match, a negative number, an unknown backend; with
+            TESTBED_DEBUG=1 also a table entry outside its pool and a negative window of one stream (which otherwise
+            hides all but the sinks).
     """
     options = Options(scale, window_tokens, sink_tokens, slopes, want_mass, schedule)
     _check(q, table, pools, first_position, options)
@@ -156,7 +156,11 @@ def append(
             from kernels.torch_store import append as run
     run(k, v, table_slot, offset, pool, upkeep)
     if upkeep is not None and upkeep.linear is not None and upkeep.feature_map is not None:
-        add_linear(upkeep.linear, upkeep.feature_map, k, v, upkeep.linear_tokens)
+        if name == "triton":
+            from kernels.gpu.linear import add as run_linear
+        else:
+            from kernels.linear_attention import add as run_linear
+        run_linear(upkeep.linear, upkeep.feature_map, k, v, upkeep.linear_tokens)
 
 
 def _check_append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool) -> None:
@@ -354,6 +358,8 @@ def _check(q: Tensor, table: PageTable, pools: Sequence[Pool], first_position: T
         raise ValueError(f"sink_tokens={options.sink_tokens}: must be 0 or more")
     if DEBUG:
         table.check(pools)
+        if isinstance(window, Tensor) and bool((window < 0).any()):
+            raise ValueError(f"window_tokens {int(window.min())} of a stream: must be 0 (no limit) or more")
 
 
 def _check_devices(device: torch.device, **tensors: Tensor) -> None:

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1 in its own process", allow_module_level=True)
 
-from kernels import api, pages, torch_store
+from kernels import api, linear_attention, pages, torch_store
 from kernels.gpu import append as gpu_append
 from kernels.gpu import encode as gpu_encode
+from kernels.gpu import linear as gpu_linear
 from kernels.gpu import store
 from kernels.pages import FLOAT_DTYPES, page_format
 from kernels.table import Pool
@@ -281,3 +282,45 @@ def test_append_needs_slabs_it_can_reach() -> None:
     one = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="pool: slab at .* aligned to 16"):
         gpu_append.append(torch.zeros(1, 1, 64), torch.zeros(1, 1, 64), one, one[0], odd)
+
+
+@pytest.mark.parametrize("name", ["favor", "anchors", "elu"])
+def test_appended_tokens_go_into_the_linear_state(name: str) -> None:
+    """What the state then answers is what float64 says of the tokens that count; the others may be NaN."""
+    streams, head_dim, scale = 3, 72, 72**-0.5
+    rng = torch.Generator().manual_seed(0)
+    centre, anchors = (torch.randn(*shape, generator=rng) for shape in ((streams, head_dim), (streams, 70, head_dim)))
+    fmap = {
+        "favor": linear_attention.favor_map(head_dim, 70, scale, seed=1, centre=centre / 9),
+        "anchors": linear_attention.FeatureMap("anchors", scale, anchors, centre / 9),
+        "elu": linear_attention.elu_map(scale),
+    }[name]
+    state = linear_attention.empty_state(streams, fmap.features(head_dim), head_dim)
+    fmt = page_format("fp32", 16, head_dim)
+    pool = Pool(fmt, (torch.zeros(streams, fmt.page_bytes, dtype=torch.uint8),))
+    k, v = (torch.randn(streams, head_dim, 7, generator=rng).transpose(1, 2) * 2 for _ in range(2))
+    valid = torch.rand(streams, 7, generator=rng) < 0.6
+    valid[1] = False
+    k[~valid], v[~valid] = float("nan"), float("nan")
+    slot = torch.arange(streams, dtype=torch.int32)[:, None].expand(-1, 7)
+    at = torch.arange(7, dtype=torch.int32)
+    for some in (slice(0, 5), slice(5, 6), slice(6, 7)):
+        upkeep = Upkeep(at[some] * 0, linear=state, feature_map=fmap, linear_tokens=valid[:, some])
+        api.append(k[:, some], v[:, some], slot[:, some], at[some], pool, upkeep, "triton")
+    q = torch.randn(streams, 2, 1, head_dim, generator=rng)
+    got = linear_attention.attend(q, state, fmap)
+    want = linear_attention.reference(q, torch.where(valid[..., None], k, 0), v, fmap, valid)
+    assert torch.equal(state.tokens, valid.sum(1).int())
+    assert (got.lse[1] == -torch.inf).all()
+    assert torch.allclose(got.lse[[0, 2]].double(), want.lse[[0, 2]], atol=1e-5)
+    assert torch.allclose(got.out.double(), want.out, rtol=1e-5, atol=1e-5)
+
+
+def test_a_state_that_cannot_be_added_to_is_named() -> None:
+    fmap = linear_attention.elu_map(0.1)
+    state = linear_attention.empty_state(2, 8, 8)
+    with pytest.raises(ValueError, match="linear state"):
+        gpu_linear.add(state, fmap, torch.zeros(2, 1, 16), torch.zeros(2, 1, 16))
+    strided = linear_attention.LinearState(state.s.transpose(1, 2), state.z, state.log2_scale, state.peak, state.tokens)
+    with pytest.raises(ValueError, match="linear state s .*contiguous"):
+        gpu_linear.add(strided, fmap, torch.zeros(2, 1, 8), torch.zeros(2, 1, 8))
