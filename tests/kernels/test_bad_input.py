@@ -295,6 +295,17 @@ def test_entries_outside_the_pools_are_refused_in_debug_mode(
 
 
 @pytest.mark.parametrize("backend", FAST)
+def test_a_negative_window_of_one_stream_hides_all_but_the_sinks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(9, ("fp32",), (60, 60))
+    got = case.run(backend, window_tokens=i32(-5, 10), sink_tokens=4)
+    want = oracle(case, 0.125, i32(-5, 10), 4)
+    check(got, want, 1e-5)
+    monkeypatch.setattr(api, "DEBUG", True)
+    with pytest.raises(ValueError, match=r"window_tokens -5 of a stream: must be 0"):
+        case.run(backend, window_tokens=i32(-5, 10))
+
+
+@pytest.mark.parametrize("backend", FAST)
 @pytest.mark.parametrize("change", [{"table_slot": i32(0, 4)[None]}, {"table_slot": i32(-1, 0)[None]},
                                     {"offset": i32(0, 16)}, {"offset": i32(-1, 3)}])  # fmt: skip
 def test_an_append_out_of_range_writes_nothing(change: dict[str, Tensor], backend: str) -> None:
