@@ -7,17 +7,22 @@ Tiles were chosen by registers, shared memory and instruction mix of the compile
 yet by time on a GPU.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+# Launches pass plain numbers for constexpr, and options of the launch beside the arguments.
+
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from kernels.gpu.core import attend_kernel
 from kernels.gpu.merge import MASS_ENTRIES, MERGE_ITEMS, mass_kernel, merge_kernel
@@ -109,8 +114,7 @@ def shape_for(
     if "int8" in formats or "int4" in formats:
         replicas = min(block_n // page_tokens, MOST_ROWS // block_rows)
         block_n = replicas * page_tokens
-    else:
-        block_rows = max(MIN_BLOCK, block_rows)
+    block_rows = max(block_rows, MIN_BLOCK // replicas)
     groups = triton.next_power_of_2(formats.get("proto", 1))
     # Triton fetches addresses one stage ahead of pages, so 5 stages hold two tiles and 3 hold one; several loops with
     # 5 stages each run out of registers.
@@ -121,7 +125,7 @@ def shape_for(
         page_tokens=page_tokens,
         head_dim=head_dim,
         block_d=block_d,
-        block_m=max(MIN_BLOCK, block_rows * replicas),
+        block_m=block_rows * replicas,
         block_rows=block_rows,
         replicas=replicas,
         block_n=block_n,
@@ -186,10 +190,10 @@ def attend(
     each = isinstance(window, Tensor)
     slopes = None if options.slopes is None else options.slopes.float().contiguous()
     first_position = first_position.contiguous()
-    empty = dict(dtype=torch.float32, device=q.device)
-    part_out = torch.empty(items, rows, head_dim, **empty)
-    part_top, part_total = torch.empty(2, items, rows, **empty)
-    entry_lse = torch.empty(streams, rows, entries, **empty) if options.want_mass else part_top
+    empty = partial(torch.empty, dtype=torch.float32, device=q.device)
+    part_out = empty(items, rows, head_dim)
+    part_top, part_total = empty(2, items, rows)
+    entry_lse = empty(streams, rows, entries) if options.want_mass else part_top
     attend_kernel[(items, triton.cdiv(rows, shape.block_rows))](
         q,
         *q.stride(),
@@ -221,8 +225,8 @@ def attend(
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
     )
-    out = torch.empty(q.shape, **empty)
-    lse, row_top, row_total = torch.empty(3, streams, group, tokens, **empty)
+    out = empty(q.shape)
+    lse, row_top, row_total = empty(3, streams, group, tokens)
     merge_kernel[(streams, rows)](
         part_out,
         part_top,
@@ -245,7 +249,7 @@ def attend(
     )
     if not options.want_mass:
         return Partial(out, lse)
-    mass = torch.empty(streams, entries, **empty)
+    mass = empty(streams, entries)
     mass_kernel[(streams, triton.cdiv(entries, MASS_ENTRIES))](
         entry_lse,
         row_top,
@@ -269,7 +273,7 @@ def dot_type(dtype: torch.dtype, arithmetic: str) -> Any:
     half = tl.float16 if dtype == torch.float16 else tl.bfloat16
     if arithmetic == "float32" or (arithmetic == "auto" and dtype == torch.float32):
         return tl.float32
-    return tl.float32 if half == tl.bfloat16 and triton.knobs.runtime.interpret else half
+    return tl.float32 if half == tl.bfloat16 and knobs.runtime.interpret else half
 
 
 def _variant(

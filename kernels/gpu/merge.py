@@ -4,6 +4,9 @@ o = sum_i o_i 2^(m_i - m) / sum_i l_i 2^(m_i - m) with the items' unnormalised o
 cascade.cuh). Items are joined in their order, whatever the batch, so a row is bitwise the same in any of them.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# In compiled functions plain numbers are constexpr too.
+
 from __future__ import annotations
 
 import triton

@@ -6,6 +6,9 @@ they can be captured in a CUDA graph: a counting sort of each stream's entries b
 that lists the (stream, chunk) pairs there are. A plan stays as it is for many layers and steps, so the result is kept.
 """
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+# Launches pass plain numbers for constexpr, and options of the launch beside the arguments.
+
 from __future__ import annotations
 
 from collections.abc import Sequence

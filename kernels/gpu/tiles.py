@@ -12,6 +12,9 @@ The hints on addresses are what makes loads 128 bits wide: a page begins at a mu
 tokens share that address.
 """
 
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false, reportCallIssue=false
+# In compiled functions plain numbers are constexpr too.
+
 from __future__ import annotations
 
 import triton
