@@ -44,7 +44,12 @@ struct Entry {
     const int64_t cells = (int64_t)P * D;
     return format == kFp32 ? 4 * cells : format == kInt8 ? cells : format == kInt4 ? cells / 2 : 2 * cells;
   }
-  Ahead keys(int P, int D) const { return {blob, blob + elements_bytes(P, D)}; }
+  // Scales are read first, and lie behind the codes.
+  Ahead keys(int P, int D) const {
+    const int64_t bytes = elements_bytes(P, D);
+    if (format == kInt8 || format == kInt4) Ahead{blob + 2 * bytes, blob + 2 * bytes + 24 + 2 * (P + D)}.rest();
+    return {blob, blob + bytes};
+  }
   Ahead values(int P, int D) const { return {blob + elements_bytes(P, D), blob + 2 * elements_bytes(P, D)}; }
 };
 

@@ -20,6 +20,12 @@ namespace testbed {
 constexpr float kMostError = 0.0075f, kErrorOfRange = 5.2e-6f;
 constexpr int kBlockColumns = 256;
 
+// Where sixteen columns of a page's rows lie.
+struct Rows {
+  const uint8_t* at;
+  int64_t apart;
+};
+
 struct Int8Pairs {
   typedef IntSums Sums;
   static constexpr int kLevels = 255, kPairsPerLine = 2;
@@ -27,8 +33,9 @@ struct Int8Pairs {
   int P, D;
   Scales scales;
   Int8Pairs(const uint8_t* blob, int P, int D) : k(blob), v(blob + P * D), P(P), D(D), scales(blob + 2 * P * D, P, D) {}
-  Pairs keys(int d, int i) const { return widen_pairs(load16(k + d * P + 16 * i), load16(k + (d + 1) * P + 16 * i)); }
-  Pairs values(int j, int i) const { return widen_pairs(load16(v + j * D + 16 * i), load16(v + (j + 1) * D + 16 * i)); }
+  Rows keys(int i) const { return {k + 16 * i, P}; }
+  Rows values(int i) const { return {v + 16 * i, D}; }
+  static Pairs pair(const uint8_t* a, const uint8_t* b) { return widen_pairs(a, b); }
   static int first(int, int i) { return 16 * i; }
   static int second(int, int i) { return 16 * i + 8; }
 };
@@ -41,10 +48,10 @@ struct Int4Pairs {
   Scales scales;
   Int4Pairs(const uint8_t* blob, int P, int D)
       : k(blob), v(blob + P * D / 2), P(P), D(D), scales(blob + P * D, P, D) {}
-  Pairs keys(int d, int i) const { return eight(k + d * (P / 2) + 8 * i, P / 2); }
-  Pairs values(int j, int i) const { return eight(v + j * (D / 2) + 8 * i, D / 2); }
-  static Pairs eight(const uint8_t* p, int row) {
-    return split_pairs(_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(load8(p), load8(p + row))));
+  Rows keys(int i) const { return {k + 8 * i, P / 2}; }
+  Rows values(int i) const { return {v + 8 * i, D / 2}; }
+  static Pairs pair(const uint8_t* a, const uint8_t* b) {
+    return split_pairs(widen_eight(a, b));
   }
   static int first(int, int i) { return 8 * i; }
   static int second(int n, int i) { return 8 * i + n / 2; }
@@ -56,11 +63,27 @@ struct Bf16Pairs {
   const uint16_t *k, *v;
   int P, D;
   Bf16Pairs(const uint8_t* blob, int P, int D) : k((const uint16_t*)blob), v(k + P * D), P(P), D(D) {}
-  Pairs keys(int d, int i) const { return zip_pairs(load32(k + d * P + 16 * i), load32(k + (d + 1) * P + 16 * i)); }
-  Pairs values(int j, int i) const { return zip_pairs(load32(v + j * D + 16 * i), load32(v + (j + 1) * D + 16 * i)); }
+  Rows keys(int i) const { return {(const uint8_t*)(k + 16 * i), 2 * P}; }
+  Rows values(int i) const { return {(const uint8_t*)(v + 16 * i), 2 * D}; }
+  static Pairs pair(const uint8_t* a, const uint8_t* b) { return zip_pairs(load32(a), load32(b)); }
   static int first(int, int i) { return 16 * i; }
   static int second(int, int i) { return 16 * i + 8; }
 };
+
+// sums[r] += sum_n x[r][n] row[n] over n rows, n a multiple of 8; rows of x are ld apart.
+template <class F, int R>
+inline __attribute__((always_inline)) void dot_rows(Rows rows, const uint16_t* x, int64_t ld, int n,
+                                                    typename F::Sums* sums, Ahead& line) {
+  constexpr int kStep = F::kPairsPerLine;
+  const uint8_t* at = rows.at;
+  for (const uint16_t* end = x + n; x < end; x += 2 * kStep) {
+    line.go();
+    for (int e = 0; e < kStep; ++e, at += 2 * rows.apart) {
+      const Pairs pairs = F::pair(at, at + rows.apart);
+      for (int r = 0; r < R; ++r) sums[r].dot(pairs, splat_pair(x + r * ld + 2 * e));
+    }
+  }
+}
 
 // scores[r][j] = unit[r] * sum_d q[r][d] key[j][d] + low[r].
 template <class F, int R>
@@ -71,14 +94,7 @@ __attribute__((noinline)) void score_pairs(const F& page, const uint16_t* q, con
   for (int i = 0; i < P / 16; ++i) {
     Sums sums[R];
     for (int r = 0; r < R; ++r) sums[r] = Sums::zero();
-    for (int d = 0; d < D; d += 2 * F::kPairsPerLine) {
-      line.go();
-#pragma GCC unroll 4
-      for (int e = d; e < d + 2 * F::kPairsPerLine; e += 2) {
-        const Pairs keys = page.keys(e, i);
-        for (int r = 0; r < R; ++r) sums[r].dot(keys, splat_pair(q + r * D + e));
-      }
-    }
+    dot_rows<F, R>(page.keys(i), q, D, D, sums, line);
     for (int r = 0; r < R; ++r) {
       store(scores + r * ld + F::first(P, i), sums[r].first() * splat(unit[r]) + splat(low[r]));
       store(scores + r * ld + F::second(P, i), sums[r].second() * splat(unit[r]) + splat(low[r]));
@@ -97,14 +113,7 @@ __attribute__((noinline)) void add_pairs(const F& page, const uint16_t* p, int l
     const int first = F::first(D, i), second = F::second(D, i);
     Sums sums[R];
     for (int r = 0; r < R; ++r) sums[r] = Sums::from(acc + r * D + first, acc + r * D + second);
-    for (int j = 0; j < P; j += 2 * F::kPairsPerLine) {
-      line.go();
-#pragma GCC unroll 4
-      for (int e = j; e < j + 2 * F::kPairsPerLine; e += 2) {
-        const Pairs values = page.values(e, i);
-        for (int r = 0; r < R; ++r) sums[r].dot(values, splat_pair(p + r * ld + e));
-      }
-    }
+    dot_rows<F, R>(page.values(i), p, ld, P, sums, line);
     for (int r = 0; r < R; ++r) sums[r].to(acc + r * D + first, acc + r * D + second);
   }
   ahead = line;

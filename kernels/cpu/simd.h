@@ -74,6 +74,7 @@ struct IntSums {
   void dot(const Pairs& p, Splat w) {
     x = _mm256_add_epi32(x, _mm256_madd_epi16(p.a, w));
     y = _mm256_add_epi32(y, _mm256_madd_epi16(p.b, w));
+    asm("" : "+x"(x), "+x"(y));  // else sums of several steps are formed first, and spilled
   }
   vf first() const { return (vf)_mm256_cvtepi32_ps(x); }
   vf second() const { return (vf)_mm256_cvtepi32_ps(y); }
@@ -123,10 +124,30 @@ struct FloatSums {
 #endif
 };
 
-// Bytes a[i], b[i] of sixteen columns as pairs of 16 bits.
-inline Pairs widen_pairs(__m128i a, __m128i b) {
-  return join(_mm256_cvtepu8_epi16(_mm_unpacklo_epi8(a, b)), _mm256_cvtepu8_epi16(_mm_unpackhi_epi8(a, b)));
+// Bytes a[i], b[i] of sixteen columns as pairs of 16 bits. Crossing lanes costs twice a shuffle within them, so with AVX2
+// both lanes are loaded with the same bytes.
+#if TESTBED_VNNI
+inline Pairs widen_pairs(const uint8_t* a, const uint8_t* b) {
+  const __m128i x = load16(a), y = load16(b);
+  return _mm512_cvtepu8_epi16(_mm256_set_m128i(_mm_unpackhi_epi8(x, y), _mm_unpacklo_epi8(x, y)));
 }
+inline __m256i widen_eight(const uint8_t* a, const uint8_t* b) {
+  return _mm256_cvtepu8_epi16(_mm_unpacklo_epi8(load8(a), load8(b)));
+}
+#else
+inline __m256i spread(__m256i pairs) {  // bytes 0-7 of the first lane, 8-15 of the second
+  const __m256i places = _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, -1, 8, -1, 9, -1, 10, -1, 11,
+                                          -1, 12, -1, 13, -1, 14, -1, 15, -1);
+  return _mm256_shuffle_epi8(pairs, places);
+}
+inline Pairs widen_pairs(const uint8_t* a, const uint8_t* b) {
+  const __m256i x = _mm256_broadcastsi128_si256(load16(a)), y = _mm256_broadcastsi128_si256(load16(b));
+  return {spread(_mm256_unpacklo_epi8(x, y)), spread(_mm256_unpackhi_epi8(x, y))};
+}
+inline __m256i widen_eight(const uint8_t* a, const uint8_t* b) {
+  return spread(_mm256_unpacklo_epi8(_mm256_broadcastq_epi64(load8(a)), _mm256_broadcastq_epi64(load8(b))));
+}
+#endif
 
 // 4-bit codes of eight columns: the low halves are the first eight lanes, the high halves the second.
 inline Pairs split_pairs(__m256i bytes) {

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from paged_case import Case, make_case, with_formats_poisoned
 
-from kernels.api import PageTable, Pool, attend, choose_backend
+from kernels.api import PageTable, Pool, Schedule, attend, choose_backend
 from kernels.pages import encode, page_format
 from kernels.prototypes import encode_prototypes
 from kernels.state import Partial
@@ -225,6 +225,91 @@ def test_half_queries_are_taken(backend: str) -> None:
     case = make_case(13, ("bf16",), (100,))
     half = replace(case, q=case.q.bfloat16())
     assert_close(half.run(backend), replace(case, q=half.q.float()).run("reference"))
+
+
+@pytest.mark.parametrize("page_tokens", [16, 32, 64])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("names", [("bf16", "fp16", "proto"), ("bf16", "int8"), ("bf16", "int4")], ids="+".join)
+def test_half_queries_match_the_oracle(names: tuple[str, ...], head_dim: int, page_tokens: int) -> None:
+    case = make_case(head_dim + page_tokens, names, lengths_for(page_tokens, 1), head_dim, page_tokens)
+    for dtype in (torch.bfloat16, torch.float16):
+        half = replace(case, q=case.q.to(dtype))
+        want = replace(case, q=half.q.float()).run("reference", want_mass=True)
+        assert_close(half.run("cpu", want_mass=True), want, 1e-2)
+    full = Schedule(arithmetic="float32")
+    assert_close(half.run("cpu", want_mass=True, schedule=full), want)
+
+
+def test_half_arithmetic_is_taken_and_refused() -> None:
+    case = make_case(21, ("bf16", "int8"), (500,))
+    half = case.run("cpu", schedule=Schedule(arithmetic="half"))
+    full = case.run("cpu")
+    want = case.run("reference")
+    assert not torch.equal(half.out, full.out)
+    assert_close(half, want, 1e-2)
+    assert_close(full, want)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+@pytest.mark.parametrize("shape", ["loud", "loud queries", "constant", "one token", "peaked", "flat", "zero"])
+def test_integer_products_hold_for_odd_data(name: str, shape: str) -> None:
+    rng = torch.Generator().manual_seed(22)
+    k, v, q = (torch.randn(n, 128, generator=rng) for n in (512, 512, 4))
+    if shape.startswith("loud"):
+        k[:, 5] *= 30
+        v[77] *= 30
+        q[:, 9 if shape == "loud" else 5] *= 30
+    elif shape == "constant":
+        k[:], v[:] = k[:1], v[:1]
+    elif shape == "one token":
+        q = k[40:44] * 4
+    elif shape in ("peaked", "flat"):
+        q *= 12 if shape == "peaked" else 1e-4
+    else:
+        q *= 0
+    fmt = page_format(name, 16, 128)
+    blobs = encode(fmt, k.view(32, 16, 128), v.view(32, 16, 128))
+    index = torch.arange(32, dtype=torch.int32)[None]
+    table = PageTable(torch.zeros(1, 32, dtype=torch.int8), index, index, torch.tensor([32], dtype=torch.int32))
+    rows = q.bfloat16()[None, :, None]
+    case = Case(rows, table, (Pool(fmt, (blobs,)),), torch.tensor([511], dtype=torch.int32), (512,))
+    assert_close(case.run("cpu", want_mass=True), replace(case, q=rows.float()).run("reference", want_mass=True), 1e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_spoils_no_other(dtype: torch.dtype, bad: float) -> None:
+    case = make_case(23, ALL, (70, 333, 40), tokens=2)
+    case = replace(case, q=case.q.to(dtype))
+    q = case.q.clone()
+    q[1, 1, 0, 3] = bad
+    clean, spoilt = case.run("cpu"), replace(case, q=q).run("cpu")
+    row = torch.zeros(clean.lse.shape, dtype=torch.bool)
+    row[1, 1, 0] = True
+    assert spoilt.out[row].isnan().all()
+    assert spoilt.lse[row].isnan().all()
+    assert torch.equal(spoilt.out[~row], clean.out[~row])
+    assert torch.equal(spoilt.lse[~row], clean.lse[~row])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_how_work_is_shared_is_no_part_of_the_result(dtype: torch.dtype) -> None:
+    case = make_case(24, ALL, (40, 1500, 3000, 17), tokens=3)
+    case = replace(case, q=case.q.to(dtype))
+    one = case.run("cpu", want_mass=True, schedule=Schedule(threads=1))
+    for threads in (1, 2, 3):
+        for item_splits in (1, 2, 5):
+            again = case.run("cpu", want_mass=True, schedule=Schedule(threads=threads, item_splits=item_splits))
+            assert all(torch.equal(x, y) for x, y in zip(vars(one).values(), vars(again).values(), strict=True))
+
+
+@pytest.mark.parametrize("split_tokens", [256, 2048])
+def test_split_tokens_change_no_more_than_rounding(split_tokens: int) -> None:
+    case = make_case(25, ("bf16", "int4", "proto"), (40, 1500, 3000))
+    want = case.run("reference", want_mass=True)
+    got = case.run("cpu", want_mass=True, schedule=Schedule(split_tokens=split_tokens))
+    assert_close(got, want)
+    assert not torch.equal(got.out, case.run("cpu").out)
 
 
 def test_bad_arguments_are_named() -> None:
