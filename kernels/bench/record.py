@@ -20,7 +20,7 @@ import torch
 
 PACKAGES = ("torch", "triton", "transformers", "numpy", "flashinfer-python", "flash-attn")
 CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_tile")
-UNITS = {"ms": "ms", "median_ms": "ms", "read_bytes": "B", "gbps": "GB/s"}
+UNITS = {"ms": "ms", "median_ms": "ms", "cpu_ms": "ms", "read_bytes": "B", "gbps": "GB/s"}
 UNITS |= {"of_read": "1", "over_sdpa": "1", "error": "1"}
 SCHEMA = 1
 EXACTNESS = ("error", "differing")  # names of targets that no clock is behind
@@ -65,6 +65,7 @@ class Row:
         threads: of the host; 0 on a GPU.
         ms: the shortest call.
         median_ms: the median call.
+        cpu_ms: the least processor time of a call, all threads together; well below `ms`, the machine was busy.
         calls: how many were timed.
         read_bytes: what a call must read: pages listed, or K and V without padding.
         of_read: share of the bandwidth a plain read (on a GPU: a copy) reached in the same run.
@@ -79,6 +80,7 @@ class Row:
     threads: int
     ms: float | None = None
     median_ms: float | None = None
+    cpu_ms: float | None = None
     calls: int = 0
     read_bytes: int | None = None
     of_read: float | None = None
@@ -106,7 +108,7 @@ def row_from(fields: dict[str, Any]) -> Row:
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as text, one line each under a header."""
-    head = ("case", "contender", "thr", "ms", "GB/s", "% read", "x SDPA", "error", "targets")
+    head = ("case", "contender", "thr", "ms", "cpu ms", "GB/s", "% read", "x SDPA", "error", "targets")
     lines: list[tuple[str, ...]] = [head]
     for row in rows:
         lines.append(
@@ -115,6 +117,7 @@ def table(rows: Sequence[Row]) -> str:
                 row.contender,
                 str(row.threads or "-"),
                 _said(row.ms, "{:.3f}"),
+                _said(row.cpu_ms, "{:.3f}"),
                 _said(row.gbps, "{:.1f}"),
                 _said(None if row.of_read is None else 100 * row.of_read, "{:.0f}"),
                 _said(row.over_sdpa, "{:.2f}"),

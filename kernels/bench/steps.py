@@ -106,8 +106,9 @@ def a_token(row: Row, page_tokens: int) -> Row:
     """The row of `append_contender`, as the mean over the tokens of a page."""
     if row.ms is None or row.median_ms is None:
         return row
+    cpu_ms = None if row.cpu_ms is None else row.cpu_ms / page_tokens
     note = f"mean over the {page_tokens} tokens of a page"
-    return replace(row, ms=row.ms / page_tokens, median_ms=row.median_ms / page_tokens, note=note)
+    return replace(row, ms=row.ms / page_tokens, median_ms=row.median_ms / page_tokens, cpu_ms=cpu_ms, note=note)
 
 
 def linears(layers: int, hidden: int, inner: int, vocabulary: int) -> Contender:
