@@ -49,7 +49,8 @@ inline void put_float(uint8_t* to, int64_t format, const float* x, int64_t n) {
 typedef uint8_t vbytes __attribute__((vector_size(W)));
 
 // Rows of tile [A, B] to codes, with step and lowest value of a row as 8-bit codes on grids of the whole page.
-void quantise(const float* tile, int A, int B, int levels, uint8_t* codes, uint8_t* scale, uint8_t* zero, float* header) {
+void quantise(const float* tile, int A, int B, int levels, uint8_t* codes, uint8_t* scale, uint8_t* zero,
+              float* header) {
   const int padded = (B + W - 1) / W * W;
   std::vector<float> low(A), high(A), last(W);
   std::vector<uint8_t> row(padded);
@@ -130,7 +131,8 @@ struct Copies {
   Slabs pool;
 };
 
-// k, v: [S, T, D], channels contiguous, strides in elements; all else as kernels/upkeep.py. Filled by kernels/cpu/store.py.
+// k, v: [S, T, D], channels contiguous, strides in elements; all else as kernels/upkeep.py. Filled by
+// kernels/cpu/store.py.
 struct Append {
   const uint8_t *k, *v;
   int64_t source, k_stream, k_token, v_stream, v_token, S, T, D, P;
@@ -322,7 +324,8 @@ int64_t testbed_append(const testbed::Append* call) {
 }
 
 // Whole pages between slabs and one run of bytes: out[i] = page slot[i], or the other way round.
-void testbed_gather(const int64_t* slabs, int64_t slab_pages, int64_t bytes, const int64_t* slot, int64_t n, uint8_t* out) {
+void testbed_gather(const int64_t* slabs, int64_t slab_pages, int64_t bytes, const int64_t* slot, int64_t n,
+                    uint8_t* out) {
   for (int64_t i = 0; i < n; ++i)
     std::memcpy(out + i * bytes, (const uint8_t*)slabs[slot[i] / slab_pages] + (slot[i] % slab_pages) * bytes, bytes);
 }
