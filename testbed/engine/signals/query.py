@@ -44,6 +44,6 @@ class QueryBound(Source):
             return torch.zeros(observed.shape)
         low, high = observed.key_bounds()
         q = torch.cat(list(self._queries))
-        bound = query_bound(q.float(), low.float(), high.float())
+        bound = query_bound(q, low, high)
         bound = bound.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).view(observed.shape[0], observed.shape[1], -1)
         return torch.nn.functional.pad(bound, (0, observed.shape[2] - bound.shape[2]))
