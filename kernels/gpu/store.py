@@ -53,9 +53,10 @@ def copy_kernel(
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     read = page_address(source, tl.where(inside, slot, 0).to(tl.int32), source_slab_pages, PAGE_BYTES)
     write = page_address(target, to.to(tl.int32), target_slab_pages, PAGE_BYTES)
-    within = word < PAGE_BYTES // 4
-    x = tl.load(read.to(tl.pointer_type(tl.int32), bitcast=True) + word, mask=within & inside, other=0)
-    tl.store(write.to(tl.pointer_type(tl.int32), bitcast=True) + word, x, mask=within)
+    # One comparison: a block's mask joined with a scalar's is no mask to the interpreter of Triton 3.9.
+    readable = word < tl.where(inside, PAGE_BYTES // 4, 0)
+    x = tl.load(read.to(tl.pointer_type(tl.int32), bitcast=True) + word, mask=readable, other=0)
+    tl.store(write.to(tl.pointer_type(tl.int32), bitcast=True) + word, x, mask=word < PAGE_BYTES // 4)
 
 
 def gather(pool: Pool, slots: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from kernels.gpu import aot
 from kernels.gpu.aot import Facts
 from kernels.gpu.spec import Spec
 
-TIMEOUT_S = 300.0
+TIMEOUT_S = 600.0
 MESSAGE_CHARS = 400
 
 
