@@ -106,7 +106,8 @@ def shape_for(
         amd: whether for a GPU of AMD, whose 64 KB of shared memory hold two stages.
     """
     block_d = max(MIN_BLOCK, triton.next_power_of_2(head_dim))
-    block_n = schedule.block_tokens or (32 if wide or block_d > 128 else 64)
+    # Several loops in one kernel keep more alive, and wide tiles would spill.
+    block_n = schedule.block_tokens or (32 if wide or block_d > 128 or len(formats) > 2 else 64)
     block_n = max(MIN_BLOCK, page_tokens, triton.next_power_of_2(block_n))
     block_rows = min(MOST_ROWS, triton.next_power_of_2(rows))
     num_warps = schedule.num_warps or 4

@@ -159,7 +159,11 @@ def run_of_pages(
     return top, total, result
 
 
-@triton.jit
+# Compiled once, not for every alignment and length: it takes seconds.
+@triton.jit(
+    do_not_specialize=["entries", "chunk_entries", "window_tokens", "sinks", "streams", "rows"],
+    do_not_specialize_on_alignment=["first_position", "windows", "slopes", "part_top", "part_total", "entry_lse"],
+)
 def attend_kernel(
     q,
     q_stream_stride,

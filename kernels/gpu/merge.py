@@ -19,7 +19,19 @@ MERGE_ITEMS = 8
 MASS_ENTRIES = 128
 
 
-@triton.jit
+# Compiled once, not for every alignment and length: it takes seconds.
+@triton.jit(
+    do_not_specialize=["rows", "tokens"],
+    do_not_specialize_on_alignment=[
+        "part_top",
+        "part_total",
+        "first_position",
+        "slopes",
+        "lse",
+        "row_top",
+        "row_total",
+    ],
+)
 def merge_kernel(
     part_out,
     part_top,
@@ -80,7 +92,11 @@ def merge_kernel(
         tl.store(row_total + at, every)
 
 
-@triton.jit
+# Compiled once, not for every alignment and length: it takes seconds.
+@triton.jit(
+    do_not_specialize=["rows", "entries"],
+    do_not_specialize_on_alignment=["row_top", "row_total"],
+)
 def mass_kernel(
     entry_lse,
     row_top,

@@ -59,7 +59,11 @@ class Prepared:
     chunk_entries: int
 
 
-@triton.jit
+# Compiled once, not for every alignment and length: it takes seconds.
+@triton.jit(
+    do_not_specialize=["pool_stride", "slot_stride", "page_stride", "entries"],
+    do_not_specialize_on_alignment=["pool", "slot", "page", "count"],
+)
 def sort_kernel(
     pool,
     slot,
@@ -120,7 +124,11 @@ def sort_kernel(
     tl.store(out_origin + row, n + (((kind_rows >> 3) - 1) << COLUMN_BITS), mask=inside)
 
 
-@triton.jit
+# Compiled once, not for every alignment and length: it takes seconds.
+@triton.jit(
+    do_not_specialize=["streams", "chunk_entries"],
+    do_not_specialize_on_alignment=[],
+)
 def list_kernel(segment, item_start, item_stream, streams, chunk_entries, BLOCK: tl.constexpr, SHARE: tl.constexpr):
     """Program s writes where the work items of stream s begin, after all of the streams before it."""
     stream = tl.program_id(0)
