@@ -48,8 +48,8 @@ def step(paged: Paged, q: torch.Tensor, backend: str | None = None) -> None:
 
 
 def timed(benchmark: Benchmark, contender: Contender) -> None:
-    benchmark(contender)
-    if contender.read_bytes:
+    benchmark(contender.__call__)
+    if contender.read_bytes and benchmark.stats:  # type: ignore[attr-defined]
         gbps = contender.read_bytes / benchmark.stats["min"] / 1e9  # type: ignore[attr-defined]
         benchmark.extra_info["gb_per_s"] = round(gbps, 2)  # type: ignore[attr-defined]
 
