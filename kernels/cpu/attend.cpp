@@ -37,8 +37,11 @@ void run_item(const Args& a, Scratch& scratch, const Work& w, int64_t most_split
   const int64_t reach = std::min(w.last * step, count);
   float* entry_sum = a.mass ? scratch.entry_sum.data() + at * a.N : nullptr;
   float* entry_top = a.mass ? scratch.entry_top.data() + at * a.N : nullptr;
+  int fair = 0;
   auto fill = [&](int64_t n, Block& b) {  // a block never crosses splits
-    return n < reach ? item.gather(n, std::min((n / step + 1) * step, reach), b) : item.gather(n, n, b);
+    const int64_t end = n < reach ? std::min((n / step + 1) * step, reach) : n;
+    if (n % step == 0) fair = item.fair_columns(n, end);
+    return item.gather(n, end, fair, b);
   };
   int64_t n = w.first * step, next = fill(n, *blocks[0]);
   item.reset();
@@ -63,9 +66,7 @@ void run_item(const Args& a, Scratch& scratch, const Work& w, int64_t most_split
     case 1: return run_item<1>(a, scratch, w, most_splits);
     case 2: return run_item<2>(a, scratch, w, most_splits);
     case 3: return run_item<3>(a, scratch, w, most_splits);
-    case 4: return run_item<4>(a, scratch, w, most_splits);
-    case 5: return run_item<5>(a, scratch, w, most_splits);
-    default: return run_item<6>(a, scratch, w, most_splits);
+    default: return run_item<kRows>(a, scratch, w, most_splits);
   }
 }
 

@@ -1,7 +1,11 @@
 """Builds the native library on first use and loads it by ctypes.
 
 The library has a plain C ABI, links neither torch nor OpenMP (see parallel.h), and is cached under a name hashed
-from the source, the compiler and the CPU; it is written aside and renamed, so that two processes may build at once.
+from the source, the compiler, the flags and the CPU's own list of features; it is written aside and renamed, so that
+two processes may build at once. So -march=native is safe: a machine with other features has another name, and builds
+its own, even if the cache folder is shared. What the sources use beyond plain vectors (AVX2, F16C, AVX-512 with VNNI
+and BF16) is behind the compiler's own macros; without them it is plain C++. TESTBED_NATIVE_FLAGS adds flags, e.g.
+-march=x86-64 to get the build of an older CPU, or -DTESTBED_EMULATE_BF16 for bf16 dot products without the instruction.
 """
 
 from __future__ import annotations

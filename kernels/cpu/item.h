@@ -7,7 +7,7 @@
 
 namespace testbed {
 
-constexpr int kRows = 6, kAhead = 4;
+constexpr int kRows = 4, kAhead = 4;  // rows: their sums stay in registers
 
 // 16-bit forms of queries and probabilities.
 #if defined(__AVX2__)
@@ -74,14 +74,27 @@ struct Item {
     return position <= own[r] && (!window || position > own[r] - window || position < a.sinks);
   }
 
+  // The scores a block of these entries takes if all blocks are to be alike: a small one would leave too little work to
+  // hide the next one's memory accesses behind.
+  int fair_columns(int64_t n, int64_t end) const {
+    int64_t columns = 0;
+    for (; n < end; ++n) {
+      const PoolArg& pool = a.pools[a.pool[s * a.pool_stride + n]];
+      if (pool.format == kProto) columns += pool.rows;
+      else if (sight((int)pool.format, start(n)) != kHidden) columns += P;
+    }
+    const int64_t blocks = (columns + kColumns - 1) / kColumns;
+    return blocks ? (int)((columns + blocks - 1) / blocks) : kColumns;
+  }
+
   // Fills a block from entry n on and returns the entry after it.
-  int64_t gather(int64_t n, int64_t end, Block& b) const {
+  int64_t gather(int64_t n, int64_t end, int fair, Block& b) const {
     b.page_count = b.proto_count = b.row_count = b.columns = 0;
     b.ints = b.halves = false;
     for (; n < end; ++n) {
       const PoolArg& pool = a.pools[a.pool[s * a.pool_stride + n]];
       const int width = pool.format == kProto ? (int)pool.rows : P;
-      if (b.columns + width > kColumns) break;
+      if (b.columns >= fair || b.columns + width > kColumns) break;
       const uint32_t slot = a.slot[s * a.slot_stride + n], pages = (uint32_t)pool.slab_pages;
       const uint8_t* const* slabs = (const uint8_t* const*)pool.slabs;
       const uint8_t* blob = slabs[slot / pages] + (int64_t)(slot % pages) * pool.bytes;

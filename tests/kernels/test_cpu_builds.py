@@ -37,7 +37,7 @@ print("right")
 
 
 def built(tmp_path: Path, flags: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "TESTBED_CACHE": str(tmp_path), "TESTBED_NATIVE_FLAGS": f"-O1 {flags}"}
+    environment = {**os.environ, "TESTBED_CACHE": str(tmp_path), "TESTBED_NATIVE_FLAGS": f"-O0 {flags}"}
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", CODE]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=environment)
