@@ -20,7 +20,7 @@ from mutants import MUTANTS, Mutant
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-LIMIT_SECONDS = 240
+LIMIT_SECONDS = 900
 ASSERTED = ("AssertionError", "assert ", "Failed: DID NOT RAISE", "Failed: DID NOT WARN")
 
 
@@ -55,7 +55,8 @@ class Bench:
         environment = {"PYTHONPATH": str(place), "TESTBED_CACHE": str(place / "cache")}
         if interp:
             environment["TRITON_INTERPRET"] = "1"
-        arguments = ["-q", "-x", "-p", "no:cacheprovider", "--tb=short", "--junitxml=result.xml", *tests]
+        arguments = ["-x", "-p", "no:cacheprovider", "--tb=short", "--junitxml=result.xml"]
+        arguments += ["-m", "interp" if interp else "not interp", *tests]
         order = {"place": str(place), "environment": environment, "arguments": arguments}
         assert self.zygote.stdin is not None
         assert self.zygote.stdout is not None

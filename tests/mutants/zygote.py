@@ -26,9 +26,8 @@ def child(place: str, environment: dict[str, str], arguments: list[str], limit_s
     log = os.open("output.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    code = pytest.main(arguments)
-    sys.stdout.flush()
-    os._exit(int(code))
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os._exit(int(pytest.main(arguments)))
 
 
 def main() -> None:
