@@ -51,13 +51,15 @@ def check(case: Case, tolerance: float = 1e-5, **options: object) -> Partial:
 
 
 def edges(page_tokens: int) -> tuple[int, ...]:
-    return (0, 1, page_tokens - 1, page_tokens, page_tokens + 1, 3 * page_tokens + 5)
+    return (0, 1, page_tokens - 1, page_tokens, page_tokens + 1, 7 * page_tokens + 5)
 
 
 @pytest.mark.parametrize("page_tokens", [16, 32, 64])
 @pytest.mark.parametrize("names", [(n,) for n in ALL[:3]] + [("fp32", n) for n in ALL[3:]], ids="+".join)
 def test_every_format_matches_the_oracle(names: tuple[str, ...], page_tokens: int) -> None:
-    check(make_case(page_tokens, names, edges(page_tokens), 64, page_tokens))
+    case = make_case(page_tokens + 1, names, edges(page_tokens), 64, page_tokens)
+    assert set(case.table.pool[-1, :8].tolist()) == set(range(len(names)))
+    check(case)
 
 
 @pytest.mark.parametrize("head_dim", [8, 40, 72, 80, 128, 256])
