@@ -124,8 +124,10 @@ std::vector<Work> items_of(const Args& a, int64_t row_blocks) {
     for (int64_t first = 0; first < splits; first += run)
       for (int64_t i = 0; i < row_blocks; ++i) items.push_back({s, i * kRows, first, std::min(first + run, splits)});
   }
-  auto keys = [&](const Work& w) { return std::min(w.last * entries_of_split(a), (int64_t)a.count[w.s]) - w.first * entries_of_split(a); };
-  if (a.threads > 1) std::stable_sort(items.begin(), items.end(), [&](const Work& x, const Work& y) { return keys(x) > keys(y); });
+  const int64_t step = entries_of_split(a);
+  auto entries = [&](const Work& w) { return std::min(w.last * step, (int64_t)a.count[w.s]) - w.first * step; };
+  auto longer = [&](const Work& x, const Work& y) { return entries(x) > entries(y); };
+  if (a.threads > 1) std::stable_sort(items.begin(), items.end(), longer);
   return items;
 }
 

@@ -23,7 +23,8 @@ struct Ahead {
 
 // scores[r][j] = q[r] . key[j]; score rows are ld apart.
 template <class F, int R>
-__attribute__((noinline)) void score_page(const F& page, const float* q, int D, int P, float* scores, int ld, Ahead& ahead) {
+__attribute__((noinline)) void score_page(const F& page, const float* q, int D, int P, float* scores, int ld,
+                                          Ahead& ahead) {
   float folded[F::kQuantised ? R * kMaxDim : 1];
   float low[R] = {};
   if constexpr (F::kQuantised) {
@@ -67,7 +68,8 @@ __attribute__((noinline)) void score_page(const F& page, const float* q, int D, 
 
 // acc[r] += sum_j p[r][j] value[j]; Dp is D up to a multiple of 16. Sums of a kPaired page keep its order.
 template <class F, int R>
-__attribute__((noinline)) void add_page(const F& page, const float* p, int ld, int Dp, int P, float* acc, Ahead& ahead) {
+__attribute__((noinline)) void add_page(const F& page, const float* p, int ld, int Dp, int P, float* acc,
+                                        Ahead& ahead) {
   float folded[F::kQuantised ? R * kMaxPage : 1];
   float low[R] = {};
   if constexpr (F::kQuantised) {

@@ -1,5 +1,5 @@
-// Attention over one page by dot products of 16-bit pairs: quantised pages in integers, bf16 pages in bf16 where the CPU
-// has the instruction. For queries in half precision only.
+// Attention over one page by dot products of 16-bit pairs: quantised pages in integers, bf16 pages in bf16 where the
+// CPU has the instruction. For queries in half precision only.
 //
 // Keys: the query is rounded once to int16 (of its largest channel) and folded, page by page, with the key steps' 8-bit
 // codes, so that a score is sum(int16 * code) of a unit plus what the rows' lowest values give. The error of a base-2
@@ -119,7 +119,7 @@ __attribute__((noinline)) void add_pairs(const F& page, const uint16_t* p, int l
   ahead = line;
 }
 
-// The queries of a work item as int16: q[r] = unit[r] * x[r], most[r] = max |q[r]|, total[r] = sum of what x stands for.
+// The queries of a work item as int16: q[r] = unit[r] * x[r], most[r] = max |q[r]|, total[r] = sum of q[r].
 template <int R>
 struct IntQuery {
   int16_t x[R * kMaxDim];

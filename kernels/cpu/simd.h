@@ -124,8 +124,8 @@ struct FloatSums {
 #endif
 };
 
-// Bytes a[i], b[i] of sixteen columns as pairs of 16 bits. Crossing lanes costs twice a shuffle within them, so with AVX2
-// both lanes are loaded with the same bytes.
+// Bytes a[i], b[i] of sixteen columns as pairs of 16 bits. Crossing lanes costs twice a shuffle within them, so with
+// AVX2 both lanes are loaded with the same bytes.
 #if TESTBED_VNNI
 inline Pairs widen_pairs(const uint8_t* a, const uint8_t* b) {
   const __m128i x = load16(a), y = load16(b);
@@ -136,8 +136,8 @@ inline __m256i widen_eight(const uint8_t* a, const uint8_t* b) {
 }
 #else
 inline __m256i spread(__m256i pairs) {  // bytes 0-7 of the first lane, 8-15 of the second
-  const __m256i places = _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, -1, 8, -1, 9, -1, 10, -1, 11,
-                                          -1, 12, -1, 13, -1, 14, -1, 15, -1);
+  const __m256i places = _mm256_setr_epi8(0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7, -1, 8, -1, 9, -1, 10, -1,
+                                          11, -1, 12, -1, 13, -1, 14, -1, 15, -1);
   return _mm256_shuffle_epi8(pairs, places);
 }
 inline Pairs widen_pairs(const uint8_t* a, const uint8_t* b) {
