@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 EXACT = "tests/kernels/test_exactness.py::test_every_mode"
 INT4, INT8 = f"{EXACT}[int4-64-16]", f"{EXACT}[int8-80-32]"
+BLOCKS = "tests/kernels/test_exactness.py::test_a_stream_of_many_blocks"
 TRITON = "tests/kernels/test_exactness.py::test_every_mode_in_triton"
 HALF_STEP = "tests/kernels/test_pages.py::test_no_element_is_off_by_more_than_half_a_step"
 UPKEEP = "tests/kernels/test_upkeep.py::test_equal_to_doing_it_one_by_one"
@@ -65,7 +66,8 @@ MUTANTS = (
         "torch-sinks-ignored", TORCH, "(position < options.sink_tokens) | (window == 0)", "(window == 0)", (INT4,)
     ),
     Mutant("torch-window-of-stream-0", TORCH, "window[:, None, None]", "window[:1, None, None]", (INT4,)),
-    Mutant("torch-mass-not-normalised", TORCH, "part.mass * share[..., None]", "part.mass * 1.0", (INT4,)),
+    Mutant("torch-mass-of-blocks-not-joined", TORCH, "part.mass * share[..., None]", "part.mass * 1.0", (BLOCKS,)),
+    Mutant("torch-mass-not-normalised", TORCH, ".flatten(1, 2).mean(1))", ".flatten(1, 2).sum(1))", (INT4,)),
     Mutant("torch-unwritten-slots-read", TORCH, "torch.where(seen, self.v, 0.0)", "self.v", (INT4,)),
     Mutant("torch-slab-off-by-one", TORCH, "low = j * source.slab_pages", "low = j * (source.slab_pages - 1)", (INT4,)),
     Mutant(
