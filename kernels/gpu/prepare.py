@@ -31,6 +31,8 @@ PROTO_SHARE = 4
 # `origin` keeps an entry's column and the rows of its page in one number.
 COLUMN_BITS = 24
 SORT_BLOCK = 1024
+# Four warps a block spill.
+SORT_WARPS = 8
 ADDRESS_ALIGN_BYTES = 16
 
 
@@ -204,6 +206,7 @@ def prepare(
         prepared.segment,
         BLOCK=SORT_BLOCK,
         COLUMN_BITS=COLUMN_BITS,
+        num_warps=SORT_WARPS,
     )
     list_kernel[(streams,)](
         prepared.segment,
@@ -316,7 +319,7 @@ SPEC = (
     Spec(
         "prepare_sort",
         sort_kernel,
-        (Variant("any", _SORT_TYPES, {"BLOCK": SORT_BLOCK, "COLUMN_BITS": COLUMN_BITS}),),
+        (Variant("any", _SORT_TYPES, {"BLOCK": SORT_BLOCK, "COLUMN_BITS": COLUMN_BITS}, num_warps=SORT_WARPS),),
     ),
     Spec("prepare_list", list_kernel, (Variant("any", _LIST_TYPES, {"BLOCK": SORT_BLOCK, "SHARE": PROTO_SHARE}),)),
 )
