@@ -32,13 +32,14 @@ def poisoned_memory() -> Iterator[None]:
     """Memory that torch hands out unwritten is NaN (floats) or the largest integer, so an output left out shows."""
     module: Any = importlib.import_module("torch.utils.deterministic")
     before, fill = torch.are_deterministic_algorithms_enabled(), module.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # torch.use_deterministic_algorithms imports the compiler, which takes two seconds, and Triton.
+    torch._C._set_deterministic_algorithms(True, warn_only=True)
     module.fill_uninitialized_memory = True
     try:
         assert torch.empty(3).isnan().all()
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch._C._set_deterministic_algorithms(before)
         module.fill_uninitialized_memory = fill
 
 

@@ -46,7 +46,6 @@ MUTANTS = (
     Mutant("native-mask-shifted", NATIVE, "return position <= own[r] &&", "return position < own[r] &&", (INT4,)),
     Mutant("native-split-dropped", NATIVE, "used = splits_of(a, a.count[s]);",
            "used = std::max<int64_t>(1, splits_of(a, a.count[s]) - 1);", (INT4,)),
-    Mutant("native-window-of-stream-0", NATIVE, "args.windows[stream] :", "args.windows[0] :", (INT4,)),
     Mutant("native-row-unwritten", NATIVE, "row < rows; ++row) merge_row", "row + 1 < rows; ++row) merge_row", (INT4,)),
     Mutant("native-log-count-missing", NATIVE, "= a[r] + one.log2_count;", "= a[r];", (INT4,)),
     # Native pages and writes.
