@@ -39,8 +39,8 @@ __all__ = [
 NATIVE_MAX_DIM = 1024
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BACKENDS = ("cpu", "triton", "torch", "reference")
-# Whether to look for table entries that point outside the pools, at the price of a pass over the table.
 DEFAULT_SCHEDULE = Schedule()
+# Whether to look for table entries that point outside the pools, at the price of a pass over the table.
 DEBUG = os.environ.get("TESTBED_DEBUG", "0") not in ("", "0")
 
 
@@ -75,8 +75,9 @@ def attend(
     Row t of a stream is at position first_position + t and sees key positions up to its own; with a window only
     those above its own minus window_tokens and those below sink_tokens. That also hides unwritten slots of the last
     page, which may hold anything, NaN included. A "proto" entry is always visible; log2 of its count is added to its
-    base-2 logit. No row depends on the other streams, nor bitwise on the batch it sits in; a NaN in a query makes
-    that row NaN and no other.
+    base-2 logit. No row depends on the other streams, nor bitwise on the batch it sits in. A NaN or infinity in a
+    query makes that row's out and lse NaN (and its stream's mass), and no other row's; a key that makes a logit +inf
+    or NaN does the same to the rows that see it, -inf hides it.
 
     Args:
         q: [S, G, T, D] fp32, bf16 or fp16, of any strides. With fp32 all arithmetic is fp32 (relative error below
