@@ -9,6 +9,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 GPU_PYTHON ?= $(shell $(PYTHON) -c 'import torch, triton' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
+# Two workers of one thread each: OpenMP's barriers collapse where threads outnumber cores.
+TWO    := OMP_NUM_THREADS=1
 ARGS   ?= policy=redknot+elastic
 
 .PHONY: run test check lint assets bench gpu clean
@@ -17,8 +19,8 @@ run: assets
 	$(BIN)/python -m testbed.run $(ARGS)
 
 test: lint assets
-	$(BIN)/python -m pytest
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interp tests/kernels
+	$(TWO) $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(TWO) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m interp tests/kernels
 	$(BIN)/python -m pytest -m aot tests/kernels
 
 check: $(STAMP)
