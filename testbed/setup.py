@@ -11,7 +11,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from kernels.api import BACKENDS
+from kernels.api import BACKENDS, choose_backend
 from policies.base import Policy, Tier
 from testbed.cache.archive import check_folder
 from testbed.cache.layout import CacheConfig
@@ -104,6 +104,11 @@ def setup(cfg: DictConfig) -> Setup:
         raise ConfigError(
             f"engine.kernel={cfg.engine.kernel!r}: must be one of {', '.join(BACKENDS)}, or null for the fastest here"
         )
+    if cfg.engine.kernel is not None:
+        try:
+            choose_backend(cfg.engine.kernel, str(cfg.model.device).split(":")[0])
+        except RuntimeError as error:
+            raise ConfigError(f"engine.kernel={cfg.engine.kernel!r}: {error}; or null for the fastest here") from error
     signals: Any = OmegaConf.to_container(cfg.signals, resolve=True)
     cache: CacheConfig = build(cfg.cache, "cache")
     if policy.eviction.victim_tier == Tier.L3:
