@@ -355,7 +355,7 @@ WHOLE = "must be a whole number of at least"
         ("engine.threads=0", f"engine.threads=0: {WHOLE} 1"),
         ("engine.threads=many", f"engine.threads='many': {WHOLE} 1"),
         ("engine.threads=100000", "engine.threads=100000: this machine has"),
-        ("engine.kernel=triton", "engine.kernel='triton': tensors are on the host"),
+        ("engine.kernel=triton", "engine.kernel='triton': backend='triton': tensors are on the host"),
         ("engine.kernel=cuda9", "engine.kernel='cuda9': must be one of cpu, triton, torch, reference"),
         ("cache.page_tokens=17", "cache.page_tokens=17: must be 16, 32 or 64"),
         ("cache.dtype=int3", "cache.dtype='int3': must be one of bfloat16, float32, float16"),
