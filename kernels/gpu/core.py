@@ -123,7 +123,7 @@ def run_of_pages(
             seen = valid & (position <= highest_own)
             visible = valid[None, :] & (position[None, :] <= own[:, None])
             if HAS_WINDOW:
-                kept = (position < sinks) | (window == 0)
+                kept = position < sinks
                 seen = seen & (kept | (position > lowest_own - window))
                 visible = visible & (kept[None, :] | (position[None, :] > own[:, None] - window))
             keys = load_keys(base, address, first, end, KIND, P, D, BLOCK_D, BLOCK_N, LANES, DOT)
@@ -239,6 +239,10 @@ def attend_kernel(
     window = window_tokens
     if WINDOW == 2:
         window = tl.load(windows + stream)
+    if WINDOW != 0:
+        # Without a window every token is kept, like a sink. (A block's mask joined with a scalar's is no mask to the
+        # interpreter of Triton 3.9.)
+        sinks = tl.where(window == 0, 2147483647, sinks)
 
     # A chunk's first entry: prototypes count for less than pages of tokens.
     own_segment = segment + stream * 8

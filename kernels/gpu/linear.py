@@ -98,15 +98,17 @@ def add_kernel(
         counts = t < tokens
         if MASKED:
             counts = counts & (tl.load(valid + stream * tokens + t, mask=counts, other=0) != 0)
-        value = tl.load(value_at, mask=inside & counts, other=0.0)
+        # A block's mask joined with a scalar's is no mask to the interpreter of Triton 3.9.
+        counted = d < tl.where(counts, D, 0)
+        value = tl.load(value_at, mask=counted, other=0.0)
         if MAP == ELU:
-            x = tl.load(key + f * k_channel, mask=real & counts, other=0.0).to(tl.float32)
+            x = tl.load(key + f * k_channel, mask=f < tl.where(counts, F, 0), other=0.0).to(tl.float32)
             if CENTRED:
                 x -= tl.load(centre + stream * D + f, mask=real, other=0.0)
             x = x * root
             e = tl.where(x > 0, tl.log2(1 + tl.maximum(x, 0.0)), x * LOG2_E)
         else:
-            x = tl.load(key + d * k_channel, mask=inside & counts, other=0.0).to(tl.float32)
+            x = tl.load(key + d * k_channel, mask=counted, other=0.0).to(tl.float32)
             if CENTRED:
                 x -= tl.load(centre + stream * D + d, mask=inside, other=0.0)
             if MAP == FAVOR:
