@@ -30,8 +30,8 @@ NO_KIND = 7
 PROTO_SHARE = 4
 # `origin` keeps an entry's column and the rows of its page in one number.
 COLUMN_BITS = 24
-SORT_BLOCK = 1024
-# Four warps a block spill.
+SORT_BLOCK = 512
+# Twice the entries a warp spill, with one release of Triton or another.
 SORT_WARPS = 8
 ADDRESS_ALIGN_BYTES = 16
 
