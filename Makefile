@@ -8,7 +8,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-GPU_PYTHON ?= $(shell $(PYTHON) -c 'import torch, triton' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
+GPU_PYTHON ?= $(shell $(PYTHON) -c 'import torch, triton, transformers' 2>/dev/null && echo $(PYTHON) || echo $(BIN)/python)
 # Two workers of one thread each: OpenMP's barriers collapse where threads outnumber cores.
 TWO    := OMP_NUM_THREADS=1
 ARGS   ?= policy=redknot+elastic
@@ -39,8 +39,8 @@ bench: assets
 	$(BIN)/python -m pytest -m bench --benchmark-only
 	$(BIN)/python -m kernels.bench
 
-# Needs torch, triton and transformers but no installation; without a CUDA device it is a dry run.
-gpu:
+# With a python that has torch, triton and transformers nothing is installed; without a CUDA device it is a dry run.
+gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),$(STAMP))
 	PYTHONPATH=. $(GPU_PYTHON) -m kernels.bench --device cuda
 
 $(STAMP): pyproject.toml constraints.txt
