@@ -9,6 +9,7 @@ K, V are never repeated.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from kernels.guards import INT32_MOST, check_int, check_real
 from kernels.schedule import Schedule
 from kernels.state import Partial
 from kernels.table import PageTable, Pool
@@ -81,14 +83,16 @@ def attend(
 
     Args:
         q: [S, G, T, D] fp32, bf16 or fp16, of any strides. With fp32 all arithmetic is fp32 (relative error below
-            1e-5 against the float64 oracle); with bf16 or fp16 products may be too (below 1e-2).
+            1e-5 against the float64 oracle while logits stay below about 50 in size: their rounding alone is worth some
+            6e-8 times the largest, 1e-4 at 1,000); with bf16 or fp16 products may be too (below 1e-2).
         table: the pages of each stream.
         pools: what table.pool counts; one page size and head size, formats may differ.
         first_position: [S] int32.
         scale: factor of the logits.
         window_tokens: newest keys each row sees, itself included, of all streams or [S] int32; 0 for no limit.
         sink_tokens: first positions that every window leaves visible (StreamingLLM, arXiv 2309.17453).
-        slopes: [S, G] float32, ALiBi: logit += slope * key position (a proto page counts at its centre).
+        slopes: [S, G] float32, ALiBi: logit += slope * key position (a proto page counts at its centre). A head
+            whose slope is NaN is NaN.
         want_mass: whether to return the softmax mass of each entry.
         schedule: how the call is cut and computed.
         backend: "cpu", "triton", "torch", "reference", or None for the fastest there is for q's device.
@@ -98,8 +102,8 @@ def attend(
 
     Raises:
         ValueError: types, devices or shapes that don't match, a negative number, an unknown backend; with
-            TESTBED_DEBUG=1 also a table entry outside its pool and a negative window of one stream (which otherwise
-            hides all but the sinks).
+            TESTBED_DEBUG=1 also a table entry outside its pool, a slope that isn't finite and a negative window of one
+            stream (which otherwise hides all but the sinks).
     """
     options = Options(scale, window_tokens, sink_tokens, slopes, want_mass, schedule)
     _check(q, table, pools, first_position, options)
@@ -269,6 +273,8 @@ def _on_host(pool: Pool) -> bool:
 
 def _check_slots(pool: Pool, slots: Tensor) -> None:
     """Native code would read or write anywhere."""
+    if slots.device.type == "meta":
+        raise ValueError("slots on meta: must be on a device that holds data")
     if slots.dim() != 1 or slots.dtype != torch.int64:
         raise ValueError(f"slots {slots.dtype} {tuple(slots.shape)}: must be torch.int64 [M]")
     if len(slots) and slots.device.type == "cpu":
@@ -277,11 +283,11 @@ def _check_slots(pool: Pool, slots: Tensor) -> None:
             raise ValueError(f"slots {low} to {high}: must be 0 to {pool.pages - 1}")
 
 
-@cache
 def choose_backend(name: str | None = None, device: str = "cpu") -> str:
     """The backend to use: the one named, or the fastest there is for a device.
 
-    That is "triton" for tensors on a GPU, "cpu" on the host where a C++ compiler is there, else "torch" with a notice.
+    That is "triton" for tensors on a GPU, "cpu" on the host where a C++ compiler is there, else "torch" with a notice,
+    printed once. A build that failed is not tried again.
 
     Raises:
         ValueError: an unknown name.
@@ -289,6 +295,12 @@ def choose_backend(name: str | None = None, device: str = "cpu") -> str:
     """
     if name is not None and name not in BACKENDS:
         raise ValueError(f"backend={name!r}: must be one of {', '.join(BACKENDS)}, or None")
+    return _chosen(name, device)
+
+
+@cache
+def _chosen(name: str | None, device: str) -> str:
+    """As `choose_backend`, of a known name; cached, since every call asks."""
     if name in ("torch", "reference"):
         return name
     wanted = name or ("cpu" if device == "cpu" else "triton")
@@ -297,10 +309,17 @@ def choose_backend(name: str | None = None, device: str = "cpu") -> str:
         return wanted
     if name is not None:
         raise RuntimeError(f"backend={name!r}: {missing}")
-    print(f"testbed: {wanted} attention not available, using torch ({missing})", file=sys.stderr)
+    _notice(wanted, missing)
     return "torch"
 
 
+@cache
+def _notice(wanted: str, missing: str) -> None:
+    """Says once what is not there."""
+    print(f"testbed: {wanted} attention not available, using torch ({missing})", file=sys.stderr)
+
+
+@cache
 def _lacking_native() -> str | None:
     """Why the native backend can't run here, or None."""
     from kernels.cpu.build import BuildError, library
@@ -335,7 +354,9 @@ def _check(q: Tensor, table: PageTable, pools: Sequence[Pool], first_position: T
         raise ValueError(f"q {q.dtype}: must be one of {', '.join(map(str, QUERY_DTYPES))}")
     if first_position.dtype != torch.int32:
         raise ValueError(f"first_position {first_position.dtype}: must be torch.int32 [S]")
-    _check_devices(q.device, table=table.pool, slot=table.slot, page=table.page, first_position=first_position)
+    _check_devices(q.device, table=table.pool, first_position=first_position)
+    if not isinstance(pools, Sequence):
+        raise ValueError(f"pools={type(pools).__name__}: must be a sequence of Pool")
     for pool in pools:
         if pool.fmt.head_dim != q.shape[3] or pool.fmt.page_tokens != pools[0].fmt.page_tokens:
             raise ValueError(
@@ -348,19 +369,27 @@ def _check(q: Tensor, table: PageTable, pools: Sequence[Pool], first_position: T
     if slopes is not None:
         if slopes.shape != q.shape[:2]:
             raise ValueError(f"slopes {tuple(slopes.shape)}: must be [S, G] = {tuple(q.shape[:2])}")
+        if not slopes.dtype.is_floating_point:
+            raise ValueError(f"slopes {slopes.dtype}: must be a float type")
         _check_devices(q.device, slopes=slopes)
     if isinstance(window, Tensor):
         if window.shape != (streams,) or window.dtype != torch.int32:
             raise ValueError(f"window_tokens {window.dtype} {tuple(window.shape)}: must be torch.int32 [{streams}]")
         _check_devices(q.device, window_tokens=window)
-    elif window < 0:
-        raise ValueError(f"window_tokens={window}: must be 0 (no limit) or more")
-    if options.sink_tokens < 0:
-        raise ValueError(f"sink_tokens={options.sink_tokens}: must be 0 or more")
+    elif type(window) is not int or not 0 <= window <= INT32_MOST:
+        check_int("window_tokens", window, 0, meaning=" (no limit)")
+    if type(options.sink_tokens) is not int or not 0 <= options.sink_tokens <= INT32_MOST:
+        check_int("sink_tokens", options.sink_tokens, 0)
+    if type(options.scale) is not float or not math.isfinite(options.scale):
+        check_real("scale", options.scale)
+    if not isinstance(options.schedule, Schedule):
+        raise ValueError(f"schedule={options.schedule!r}: must be a Schedule")
     if DEBUG:
         table.check(pools)
         if isinstance(window, Tensor) and bool((window < 0).any()):
             raise ValueError(f"window_tokens {int(window.min())} of a stream: must be 0 (no limit) or more")
+        if slopes is not None and not bool(slopes.isfinite().all()):
+            raise ValueError("slopes with NaN or infinity: must be finite")
 
 
 def _check_devices(device: torch.device, **tensors: Tensor) -> None:

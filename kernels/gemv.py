@@ -14,8 +14,10 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels.api import choose_backend
+from kernels.guards import check_like
 
 NATIVE_ROWS = 16  # beyond, widening costs less than native products
+BACKENDS = ("cpu", "torch", None)
 BLOCK_ELEMENTS = 2 << 20  # weights widened at once
 
 
@@ -32,8 +34,21 @@ def gemv_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: st
         [..., N] float32; a row's result does not depend on the number of threads.
 
     Raises:
-        ValueError: shapes, types or strides that don't match.
+        ValueError: shapes, types, devices or strides that don't match, K = 0, another backend.
     """
+    _check(x, weight, bias, backend)
+    rows = x.numel() // weight.shape[1]
+    if 0 < rows <= NATIVE_ROWS and weight.device.type == "cpu" and choose_backend(backend) == "cpu":
+        out = _native(x, weight, rows)
+    else:
+        out = _widened(x, weight)
+    return out if bias is None else out.add_(bias)
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str | None) -> None:
+    """Native code reads what the pointers say."""
+    if weight.dim() != 2 or not weight.shape[1] or not x.dim():
+        raise ValueError(f"linear x {tuple(x.shape)}, weight {tuple(weight.shape)}: must be [..., K] and [N, K], K > 0")
     inputs = weight.shape[1]
     if x.dtype != torch.float32 or weight.dtype != torch.bfloat16 or x.shape[-1] != inputs:
         raise ValueError(
@@ -42,12 +57,11 @@ def gemv_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: st
         )
     if not weight.is_contiguous():
         raise ValueError(f"linear weight of strides {weight.stride()}: must be contiguous")
-    rows = x.numel() // inputs
-    if 0 < rows <= NATIVE_ROWS and weight.device.type == "cpu" and choose_backend(backend) == "cpu":
-        out = _native(x, weight, rows)
-    else:
-        out = _widened(x, weight)
-    return out if bias is None else out.add_(bias)
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32):
+        raise ValueError(f"linear bias {bias.dtype} {tuple(bias.shape)}: must be float32 [{weight.shape[0]}]")
+    check_like("linear", "x", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    if backend not in BACKENDS:
+        raise ValueError(f"linear backend={backend!r}: must be 'cpu', 'torch' or None")
 
 
 def _native(x: Tensor, weight: Tensor, rows: int) -> Tensor:

@@ -22,6 +22,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from kernels.guards import check_floats, check_int, check_like, check_real
 from kernels.prototypes import make_prototypes
 from kernels.state import Partial
 
@@ -58,6 +59,7 @@ class FeatureMap:
             raise ValueError(f"feature map {self.name!r} projection: must be a tensor, or None for elu alone")
         if not self.scale > 0:
             raise ValueError(f"feature map scale={self.scale}: must be above 0")
+        check_real("feature map scale", self.scale)
 
     def features(self, head_dim: int) -> int:
         """F, for keys of D = head_dim."""
@@ -95,11 +97,36 @@ class LinearState:
                 raise ValueError(
                     f"linear state {key} {value.dtype} {tuple(value.shape)}: must be {dtype} {tuple(shape)}"
                 )
+            if value.device != self.s.device:
+                raise ValueError(f"linear state {key} on {value.device}: must be on s's device, {self.s.device}")
 
     @property
     def bytes(self) -> int:
         """Bytes all streams take."""
         return sum(x.nbytes for x in (self.s, self.z, self.log2_scale, self.peak, self.tokens))
+
+
+def check_map(state: LinearState, fmap: FeatureMap, head_dim: int) -> None:
+    """Refuses a map that is not of a state's streams, sizes and device.
+
+    Raises:
+        ValueError: naming what is wrong and what is allowed.
+    """
+    streams = len(state.s)
+    want = {
+        "projection": (streams, state.z.shape[1], head_dim),
+        "centre": (streams, head_dim),
+        "log2_offset": (streams,),
+    }
+    for key, shape in want.items():
+        value = getattr(fmap, key)
+        if value is None:
+            continue
+        shared = key == "projection" and value.shape == shape[1:]
+        if value.shape != shape and not shared:
+            raise ValueError(f"feature map {key} {tuple(value.shape)}: must be {shape} for s {tuple(state.s.shape)}")
+        check_floats("feature map", **{key: value})
+        check_like("feature map", "state", state=state.s, **{key: value})
 
 
 def empty_state(streams: int, features: int, head_dim: int, device: torch.device | str = "cpu") -> LinearState:
@@ -110,6 +137,7 @@ def empty_state(streams: int, features: int, head_dim: int, device: torch.device
     return LinearState(s, z, torch.full_like(z, -math.inf), torch.zeros_like(z), tokens)
 
 
+@torch.no_grad()
 def add(state: LinearState, fmap: FeatureMap, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
     """Adds tokens, one or a page or many, in place; work in proportion to their number, not to the tokens held.
 
@@ -140,6 +168,7 @@ def add(state: LinearState, fmap: FeatureMap, k: Tensor, v: Tensor, valid: Tenso
     state.tokens.add_(count)
 
 
+@torch.no_grad()
 def remove(state: LinearState, fmap: FeatureMap, k: Tensor, v: Tensor, valid: Tensor | None = None) -> None:
     """Takes off tokens that were added before, in place.
 
@@ -148,19 +177,26 @@ def remove(state: LinearState, fmap: FeatureMap, k: Tensor, v: Tensor, valid: Te
     may still have held: denominators never turn negative, and what is left is right within 2^-6 of itself. A stream
     without tokens is exactly empty. Where most of the mass leaves, build the state anew by `add`.
 
-    Arguments and errors are those of `add`.
+    Arguments and errors are those of `add`; on the host also a ValueError for more tokens than a stream holds, with the
+    state left as it was. On a device, where nobody waits for the count, such a stream is emptied and holds 0.
     """
     exponent, values, count = _tokens(state, fmap, k, v, valid)
+    if count.device.type == "cpu" and bool((count > state.tokens).any()):
+        s = int((count > state.tokens).nonzero()[0, 0])
+        raise ValueError(
+            f"linear remove of {int(count[s])} tokens from stream {s}: must be at most the {int(state.tokens[s])} it holds"
+        )
     weight = torch.exp2(exponent - torch.where(state.log2_scale.isinf(), 0.0, state.log2_scale)[:, None])
     state.z.sub_(weight.sum(1))
     state.s.baddbmm_(weight.transpose(1, 2), values, alpha=-1)
-    state.tokens.sub_(count)
+    state.tokens.sub_(count).clamp_(min=0)
     gone = (state.z < LOST * state.peak) | (state.tokens <= 0)[:, None]
     state.s.masked_fill_(gone[..., None], 0.0)
     for x, value in ((state.z, 0.0), (state.peak, 0.0), (state.log2_scale, -math.inf)):
         x.masked_fill_(gone, value)
 
 
+@torch.no_grad()
 def merge_states(one: LinearState, other: LinearState) -> LinearState:
     """The state of the tokens of both; each must have been begun with the same map. Neither is changed."""
     if one.s.shape != other.s.shape:
@@ -190,12 +226,17 @@ def attend(q: Tensor, state: LinearState, fmap: FeatureMap) -> Partial:
     Raises:
         ValueError: shapes that don't match.
     """
+    if q.dim() != 4:
+        raise ValueError(f"linear attention of q {tuple(q.shape)}: must be [S, G, T, D]")
     streams, group, tokens, head_dim = q.shape
-    if streams != len(state.s) or state.z.shape[1] != fmap.features(head_dim):
+    if streams != len(state.s) or head_dim != state.s.shape[2] or state.z.shape[1] != fmap.features(head_dim):
         raise ValueError(
             f"linear attention of q {tuple(q.shape)} over s {tuple(state.s.shape)}: must be [S, G, T, D] over "
             f"[S, {fmap.features(head_dim)}, D]"
         )
+    check_floats("linear attention of", q=q)
+    check_like("linear attention of", "q", q=q, state=state.s)
+    check_map(state, fmap, head_dim)
     exponent, offset = query_exponents(fmap, q.reshape(streams, group * tokens, head_dim).float())
     logit = exponent + state.log2_scale[:, None]
     top = logit.amax(2, keepdim=True)
@@ -228,7 +269,12 @@ def _tokens(
     state: LinearState, fmap: FeatureMap, k: Tensor, v: Tensor, valid: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Exponents [S, T, F] (-inf for a token that does not count), values [S, T, D] and tokens that count [S]."""
-    fits = k.dim() == 3 and k.shape[:2] == v.shape[:2] and len(k) == len(state.s) and v.shape[2] == state.s.shape[2]
+    fits = (
+        k.dim() == v.dim() == 3
+        and k.shape[:2] == v.shape[:2]
+        and len(k) == len(state.s)
+        and v.shape[2] == state.s.shape[2]
+    )
     if not fits or (valid is not None and valid.shape != k.shape[:2]):
         raise ValueError(
             f"linear state {tuple(state.s.shape)} with k {tuple(k.shape)}, v {tuple(v.shape)}: must be [S, T, D], "
@@ -236,6 +282,9 @@ def _tokens(
         )
     if state.z.shape[1] != fmap.features(k.shape[2]):
         raise ValueError(f"linear state of F={state.z.shape[1]}: must be the map's {fmap.features(k.shape[2])}")
+    check_floats("linear state with", k=k, v=v)
+    check_like("linear state with", "k", k=k, v=v, state=state.s, **({} if valid is None else {"valid": valid}))
+    check_map(state, fmap, k.shape[2])
     exponent, values = key_exponents(fmap, k.float()), v.float()
     if valid is None:
         return exponent, values, torch.full_like(state.tokens, k.shape[1])
@@ -322,13 +371,15 @@ def favor_map(
         centre: [S, D], see `FeatureMap`.
         device: of the projection.
     """
+    check_int("favor_map head_dim", head_dim, 1)
+    check_int("favor_map features", features, 1)
     rng = torch.Generator().manual_seed(seed)
     blocks = []
     for start in range(0, features, head_dim):
         gauss = torch.randn(head_dim, head_dim, generator=rng, dtype=torch.float64)
         norms = torch.randn(head_dim, head_dim, generator=rng, dtype=torch.float64).norm(dim=1)
         blocks.append((torch.linalg.qr(gauss)[0].T * norms[:, None])[: features - start])
-    projection = torch.cat(blocks).float().to(device) if blocks else torch.zeros(0, head_dim, device=device)
+    projection = torch.cat(blocks).float().to(device)
     return FeatureMap("favor", scale, projection, centre)
 
 

@@ -104,16 +104,25 @@ class PageFormat:
         return self.name in FLOAT_DTYPES
 
 
-@cache
 def page_format(name: str, page_tokens: int, head_dim: int, groups: int = 1) -> PageFormat:
     """The layout of a page.
 
     Raises:
         ValueError: an unknown name, a page of other than 16, 32 or 64 tokens, a head size no multiple of 8,
-            groups < 1.
+            groups < 1, a number that is no int.
     """
-    if name not in FORMAT_IDS:
+    # Before the cache: to it 64.0 is 64 and True is 1, and what one caller gets all others would.
+    if not isinstance(name, str) or name not in FORMAT_IDS:
         raise ValueError(f"format name={name!r}: must be one of {', '.join(FORMAT_IDS)}")
+    for key, value in (("page_tokens", page_tokens), ("head_dim", head_dim), ("groups", groups)):
+        if type(value) is not int:
+            raise ValueError(f"format {key}={value!r}: must be an int")
+    return _page_format(name, page_tokens, head_dim, groups)
+
+
+@cache
+def _page_format(name: str, page_tokens: int, head_dim: int, groups: int) -> PageFormat:
+    """As `page_format`, so that equal formats are one object."""
     if page_tokens not in PAGE_TOKENS:
         raise ValueError(f"format page_tokens={page_tokens!r}: must be one of {PAGE_TOKENS}")
     if head_dim < 8 or head_dim % 8:
@@ -190,11 +199,11 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
             raise ValueError(f"encode {name} {value.dtype}: must be a float type")
     if v.device != k.device:
         raise ValueError(f"encode v on {v.device}: must be on k's device, {k.device}")
+    chosen = _choose(backend, k.device.type)
     if fmt.name == "proto":
         from kernels.prototypes import encode_prototypes, make_prototypes
 
         return encode_prototypes(fmt, *make_prototypes(k, v, fmt.groups))
-    chosen = _choose(backend, k.device.type)
     if chosen == "cpu" and k.device.type == "cpu":
         from kernels.cpu.backend import encode as native
 

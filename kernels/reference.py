@@ -49,6 +49,8 @@ def attend(
                     logit = logit + float(options.slopes[s, g]) * position[visible]
                 logit = logit / math.log(2) + bias[visible]
                 row_lse = torch.logsumexp(logit * math.log(2), 0) / math.log(2)
+                if row_lse == math.inf:
+                    row_lse = torch.full_like(row_lse, math.nan)
                 weight = torch.exp2(logit - row_lse)
                 out[s, g, t] = weight @ values[visible]
                 lse[s, g, t] = row_lse

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kernels.guards import INT32_MOST, check_int
+
 ARITHMETICS = ("auto", "float32", "half")
 
 
@@ -33,8 +35,8 @@ class Schedule:
         """Refuses what no backend takes."""
         if self.arithmetic not in ARITHMETICS:
             raise ValueError(f"schedule.arithmetic={self.arithmetic!r}: must be one of {', '.join(ARITHMETICS)}")
-        if self.split_tokens < 256 or self.split_tokens % 256:
-            raise ValueError(f"schedule.split_tokens={self.split_tokens}: must be a positive multiple of 256")
+        if type(self.split_tokens) is not int or not 256 <= self.split_tokens <= INT32_MOST or self.split_tokens % 256:
+            raise ValueError(f"schedule.split_tokens={self.split_tokens}: must be a positive multiple of 256, an int")
         for key, least in (
             ("threads", 0),
             ("item_splits", 1),
@@ -42,5 +44,4 @@ class Schedule:
             ("num_warps", 0),
             ("num_stages", 0),
         ):
-            if getattr(self, key) < least:
-                raise ValueError(f"schedule.{key}={getattr(self, key)}: must be at least {least}")
+            check_int(f"schedule.{key}", getattr(self, key), least)

@@ -6,11 +6,14 @@ base 2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.guards import check_floats
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,7 @@ def merge(partials: Sequence[Partial]) -> Partial:
         partials: at least one, all of the same shapes.
 
     Raises:
-        ValueError: no partial at all, shapes that differ.
+        ValueError: no partial at all, shapes that differ, integers.
     """
     if not partials:
         raise ValueError("merge of 0 partials: must be at least 1")
@@ -50,13 +53,14 @@ def merge(partials: Sequence[Partial]) -> Partial:
                 f"merge partials[{i}] of out {tuple(p.out.shape)}, lse {tuple(p.lse.shape)}: must be "
                 f"{tuple(first.out.shape)}, {tuple(first.out.shape[:-1])} like the first out"
             )
+        check_floats(f"merge partials[{i}]", out=p.out, lse=p.lse)
     lse = torch.stack([p.lse for p in partials])
     top = lse.amax(0)
-    # -inf minus -inf is NaN: an all-empty row is weighed against 0 instead.
-    weight = torch.exp2(lse - torch.where(top.isinf(), 0.0, top))
+    # -inf minus -inf is NaN: an all-empty row is weighed against 0 instead. +inf minus +inf is NaN, as stated.
+    weight = torch.exp2(lse - torch.where(top == -math.inf, 0.0, top))
     total = weight.sum(0)
     scale = torch.where(weight == 0, 0.0, weight / total)
     out = torch.zeros_like(first.out)
     for p, s in zip(partials, scale, strict=True):
         out = out + torch.where(s[..., None] == 0, 0.0, p.out * s[..., None])
-    return Partial(out, torch.where(top.isinf(), top, top + total.log2()))
+    return Partial(out, torch.where(top == -math.inf, top, top + total.log2()))

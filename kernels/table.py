@@ -76,7 +76,7 @@ class PageTable:
     count: Tensor
 
     def __post_init__(self) -> None:
-        """Checks types and shapes."""
+        """Checks types, shapes and devices."""
         shape = self.pool.shape
         for key, dtype in (("pool", torch.int8), ("slot", torch.int32), ("page", torch.int32)):
             value = getattr(self, key)
@@ -84,6 +84,10 @@ class PageTable:
                 raise ValueError(f"table.{key} {value.dtype} {tuple(value.shape)}: must be {dtype} [S, N]")
         if self.count.dtype != torch.int32 or self.count.shape != shape[:1]:
             raise ValueError(f"table.count {self.count.dtype} {tuple(self.count.shape)}: must be torch.int32 [S]")
+        for key in ("slot", "page", "count"):
+            device = getattr(self, key).device
+            if device != self.pool.device:
+                raise ValueError(f"table.{key} on {device}: must be on table.pool's device, {self.pool.device}")
 
     def check(self, pools: Sequence[Pool]) -> None:
         """Refuses entries that point outside the pools; costs a pass over the table, so only in debug mode.

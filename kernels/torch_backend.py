@@ -49,7 +49,7 @@ def attend(
             window_tokens=window[part] if isinstance(window, Tensor) else window,
         )
         result = _attend_alike(q[part].float(), some, pools, first_position[part], own)
-        out[part], lse[part] = result.out, result.lse
+        out[part], lse[part] = result.out.float(), result.lse.float()
         if mass is not None and result.mass is not None:
             mass[part, :entries] = result.mass[:, : mass.shape[1]]
     return Partial(out, lse, mass)
@@ -89,7 +89,7 @@ def _attend_alike(q: Tensor, table: PageTable, pools: Sequence[Pool], first: Ten
         return total
     masses = []
     for part in parts:
-        share = torch.where(part.lse == -math.inf, 0.0, torch.exp2(part.lse - total.lse))
+        share = torch.where(part.lse == -math.inf, 0.0, torch.exp2(part.lse - total.lse)).float()
         assert part.mass is not None
         masses.append((part.mass * share[..., None]).flatten(1, 2).mean(1))
     return replace(total, mass=torch.cat(masses, 1))
@@ -154,17 +154,20 @@ class _Block:
         logit = (q.flatten(1, 2) @ keys.transpose(1, 2)).view(streams, group, tokens, -1)
         logit = logit * (options.scale / math.log(2)) + self.bias[:, None, None]
         if slopes is not None:
-            # Counted from the row's own position, so that logits stay small; the constant goes into the lse.
-            distance = (self.position[:, None] - own[..., None]).float()
+            # Counted from the newest visible key, so that logits stay small; the constant goes into the lse.
+            newest = torch.where(visible[:, 0], position, -math.inf).amax(2, keepdim=True)
+            newest = torch.where(newest.isinf(), 0.0, newest)
+            distance = (position - newest).float()
             logit = logit + slopes[:, :, None, None] * distance[:, None] / math.log(2)
         logit = torch.where(visible, logit, -math.inf)
         top = logit.amax(3, keepdim=True)
-        weight = torch.exp2(logit - torch.where(top.isinf(), 0.0, top))
+        weight = torch.exp2(logit - torch.where(top == -math.inf, 0.0, top))  # +inf - +inf is the NaN wanted
         total = weight.sum(3, keepdim=True)
         weight = weight / total.clamp(min=torch.finfo(total.dtype).tiny)
         out = (weight.flatten(1, 2) @ values).view(q.shape)
         mass = weight.view(streams, group, tokens, self.entries, -1).sum(4)
         lse = (top + total.log2())[..., 0]
         if slopes is not None:
-            lse = (lse.double() + slopes[..., None].double() * own[:, None] / math.log(2)).float()
+            # In float64, since blocks are joined by it and a position may be in the millions.
+            lse = lse.double() + slopes[..., None].double() * newest[:, None, :, 0] / math.log(2)
         return Partial(out, lse, mass)

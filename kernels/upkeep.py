@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.linear_attention import FeatureMap, LinearState
+from kernels.linear_attention import FeatureMap, LinearState, check_map
 from kernels.table import Pool
 
 BOUND_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -99,6 +99,7 @@ class Upkeep:
                 raise ValueError(f"upkeep pool for {name}_slot on {target.device}: must be on k's device, {k.device}")
         if self.linear is not None and self.feature_map is not None:
             _check_fit("linear.s", self.linear.s, (streams, self.feature_map.features(head_dim), head_dim), k)
+            check_map(self.linear, self.feature_map, head_dim)
             if self.linear_tokens is not None:
                 _check_fit("linear_tokens", self.linear_tokens, (streams, tokens), k)
 

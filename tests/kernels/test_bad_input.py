@@ -149,7 +149,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "schedule arithmetic": (lambda: Schedule(arithmetic="int"), r"arithmetic='int': must be one of auto"),
     "schedule split": (lambda: Schedule(split_tokens=100), r"split_tokens=100: must be a positive multiple of 256"),
-    "schedule threads": (lambda: Schedule(threads=-1), r"threads=-1: must be at least 0"),
+    "schedule threads": (lambda: Schedule(threads=-1), r"threads=-1: must be 0 or more"),
     "merge of nothing": (lambda: merge([]), r"merge of 0 partials: must be at least 1"),
     # formats and pages
     "format name": (lambda: page_format("int3", 16, 64), r"name='int3': must be one of fp32"),
