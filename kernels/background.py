@@ -18,6 +18,8 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.guards import check_floats, check_int, check_real
+
 LOG2_E = math.log2(math.e)
 # Ridge towards the mean key, as a share of the queries' mean square; the best of 1e-3 to 10 on the data above.
 RIDGE = 0.1
@@ -66,9 +68,12 @@ def fit_background(
         -inf for a stream that skips nothing.
 
     Raises:
-        ValueError: shapes that don't match, an unknown method, "gradient" without `kept`, too few queries.
+        ValueError: shapes or types that don't match, an unknown method, steps < 0, "gradient" without `kept`, too few
+            queries.
     """
     _check(q, k, v, method, valid, kept)
+    check_int("background steps", steps, 0)
+    check_real("background scale", scale)
     # Tensors made in inference mode can't take part in a gradient, so everything is made anew outside it.
     with torch.inference_mode(False), torch.no_grad():
         queries = q.to(torch.float32, copy=True)
@@ -117,6 +122,7 @@ def _check(
             f"background q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: must be [S, M, D], [S, n, D], "
             f"[S, n, D], valid [S, n]"
         )
+    check_floats("background", q=q, k=k, v=v)
     if kept is not None and (kept[0].shape != q.shape or kept[1].shape != q.shape[:2]):
         raise ValueError(f"background kept {tuple(kept[0].shape)}, {tuple(kept[1].shape)}: must be [S, M, D], [S, M]")
     if method == "gradient" and kept is None:

@@ -21,7 +21,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.api import Options, PageTable, Pool, Schedule, attend
+from kernels.api import BACKENDS, Options, PageTable, Pool, Schedule, attend
+from kernels.guards import check_int, check_real
 from kernels.state import Partial, merge
 
 KINDS: tuple[str, ...] = ("float", "int8", "int4", "proto")
@@ -136,6 +137,8 @@ class CostModel:
         for name, values in self.coefficients.items():
             if len(values) != len(FEATURES):
                 raise ValueError(f"coefficients of {name!r}: must be {len(FEATURES)} numbers, are {len(values)}")
+            for feature, value in zip(FEATURES, values, strict=True):
+                check_real(f"coefficients of {name!r}: {feature}", value)
 
     def predict_us(self, load: Load, variant: Variant) -> float:
         """Predicted time.
@@ -173,8 +176,15 @@ class CostModel:
 
 
 def safe_variants(backend: str, threads: int) -> list[Variant]:
-    """Variants that agree in every bit: threads and how many splits one takes at a time; the safest guess first."""
-    counts = (threads, 1) if threads > 1 and backend == "cpu" else (max(threads, 1),)
+    """Variants that agree in every bit: threads and how many splits one takes at a time; the safest guess first.
+
+    Raises:
+        ValueError: an unknown backend, threads < 1.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"backend={backend!r}: must be one of {', '.join(BACKENDS)}")
+    check_int("threads", threads, 1)
+    counts = (threads, 1) if threads > 1 and backend == "cpu" else (threads,)
     takes = (1, 4) if backend == "cpu" else (1,)
     return [Variant(backend, Schedule(threads=n, item_splits=k)) for n in counts for k in takes if n > 1 or k == 1]
 

@@ -183,8 +183,9 @@ def remove(state: LinearState, fmap: FeatureMap, k: Tensor, v: Tensor, valid: Te
     exponent, values, count = _tokens(state, fmap, k, v, valid)
     if count.device.type == "cpu" and bool((count > state.tokens).any()):
         s = int((count > state.tokens).nonzero()[0, 0])
+        most = int(state.tokens[s])
         raise ValueError(
-            f"linear remove of {int(count[s])} tokens from stream {s}: must be at most the {int(state.tokens[s])} it holds"
+            f"linear remove of {int(count[s])} tokens from stream {s}: must be at most the {most} it holds"
         )
     weight = torch.exp2(exponent - torch.where(state.log2_scale.isinf(), 0.0, state.log2_scale)[:, None])
     state.z.sub_(weight.sum(1))

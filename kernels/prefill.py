@@ -17,6 +17,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from kernels.guards import check_floats, check_int, check_like, check_real
+
 LOG2E = 1 / math.log(2)
 BLOCK_ELEMENTS = 4 << 20  # logits held at once by the blocked paths
 
@@ -38,17 +40,18 @@ def chunk_attention(
         out [Hq, T, D] of q's dtype, lse [Hq, T] float32 in base 2.
 
     Raises:
-        ValueError: shapes that don't match, a negative window.
+        ValueError: shapes, types or devices that don't match, a negative window.
     """
-    query_heads, tokens, head_dim = q.shape
-    kv_heads, length, _ = k.shape
-    if k.shape != v.shape or k.shape[2] != head_dim or query_heads % kv_heads or not 0 < tokens <= length:
+    fits = q.dim() == k.dim() == 3 and k.shape == v.shape and k.shape[2] == q.shape[2] and len(k) > 0
+    if not fits or len(q) % len(k) or not 0 < q.shape[1] <= k.shape[1]:
         raise ValueError(
             f"chunk q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: must be [Hq, T, D], [Hk, Tk, D] "
-            "twice, with Hq a multiple of Hk and 0 < T <= Tk"
+            "twice, with Hk > 0, Hq a multiple of Hk and 0 < T <= Tk"
         )
-    if window_tokens < 0:
-        raise ValueError(f"chunk window_tokens={window_tokens}: must be 0 (no limit) or more")
+    if k.dtype != q.dtype or v.dtype != q.dtype:
+        raise ValueError(f"chunk q {q.dtype}, k {k.dtype}, v {v.dtype}: must be of one type")
+    _check("chunk", q, scale, window_tokens, slopes, k=k, v=v)
+    (query_heads, tokens, head_dim), (kv_heads, length, _) = q.shape, k.shape
     if (window_tokens and window_tokens < length) or slopes is not None or not _flash_serves(q):
         return _blocked(q, k, v, scale, window_tokens, slopes)
     group, past = query_heads // kv_heads, length - tokens
@@ -88,8 +91,19 @@ def page_mass(
 
     Returns:
         mean and maximum over the G query heads of each KV head: [Hk, N] float32 each, N = ceil(Tk / P).
+
+    Raises:
+        ValueError: shapes, types or devices that don't match, a negative window, P < 1.
     """
-    kv_heads, length, head_dim = k.shape
+    fits = q.dim() == k.dim() == 3 and len(k) > 0 and len(q) % len(k) == 0 and q.shape[2] == k.shape[2]
+    if not fits or lse.shape != q.shape[:2] or not q.shape[1] <= k.shape[1]:
+        raise ValueError(
+            f"page_mass q {tuple(q.shape)}, lse {tuple(lse.shape)}, k {tuple(k.shape)}: must be [Hq, T, D], [Hq, T], "
+            "[Hk, Tk, D], with Hk > 0, Hq a multiple of Hk and T <= Tk"
+        )
+    check_int("page_mass page_tokens", page_tokens, 1)
+    _check("page_mass", q, scale, window_tokens, slopes, lse=lse, k=k)
+    kv_heads, length, _ = k.shape
     group, tokens = q.shape[0] // kv_heads, q.shape[1]
     pages = -(-length // page_tokens)
     mass = torch.zeros(kv_heads, group, pages, device=q.device)
@@ -100,6 +114,18 @@ def page_mass(
         weight = torch.nn.functional.pad(weight, (0, short)).unflatten(2, (-1, page_tokens)).sum(3)
         mass[:, :, start // page_tokens : start // page_tokens + weight.shape[2]] += weight
     return mass.mean(1), mass.amax(1)
+
+
+def _check(what: str, q: Tensor, scale: float, window_tokens: int, slopes: Tensor | None, **others: Tensor) -> None:
+    """Refuses what both functions refuse."""
+    if slopes is not None:
+        if slopes.shape != q.shape[:1]:
+            raise ValueError(f"{what} slopes {tuple(slopes.shape)}: must be [Hq] = {tuple(q.shape[:1])}")
+        others["slopes"] = slopes
+    check_floats(what, q=q, **others)
+    check_like(what, "q", q=q, **others)
+    check_real(f"{what} scale", scale)
+    check_int(f"{what} window_tokens", window_tokens, 0, meaning=" (no limit)")
 
 
 def _flash_serves(q: Tensor) -> bool:

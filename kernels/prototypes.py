@@ -25,6 +25,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from kernels.guards import check_floats, check_int, check_like
 from kernels.pages import PageFormat, views
 
 BLOCK_TOKENS = 16384  # tokens grouped at once: small enough to stay in a core's cache
@@ -48,7 +49,8 @@ def make_prototypes(
             are left for all remaining tokens each opens its own.
 
     Args:
-        k: [M, P, D] keys of M pages, or of spans of several pages (`join_pages`).
+        k: [M, P, D] keys of M pages, or of spans of several pages (`join_pages`). A NaN or infinity that counts may
+            spoil any prototype of its page (which ones depends on the backend), and of no other page.
         v: [M, P, D] values.
         groups: C, 1 or more.
         valid: [M, P] bool, tokens to count; all by default. The others may hold anything.
@@ -59,15 +61,18 @@ def make_prototypes(
         group), float32.
 
     Raises:
-        ValueError: shapes that don't match, groups < 1, an unknown method.
+        ValueError: shapes, types or devices that don't match, groups < 1, an unknown method.
     """
     if k.dim() != 3 or k.shape != v.shape or (valid is not None and valid.shape != k.shape[:2]):
         seen = None if valid is None else tuple(valid.shape)
         raise ValueError(
             f"prototypes of k {tuple(k.shape)}, v {tuple(v.shape)}, valid {seen}: must be [M, P, D], [M, P]"
         )
-    if groups < 1:
-        raise ValueError(f"prototypes groups={groups}: must be 1 or more")
+    check_floats("prototypes of", k=k, v=v)
+    check_like("prototypes of", "k", k=k, v=v, **({} if valid is None else {"valid": valid}))
+    if valid is not None and valid.dtype != torch.bool:
+        raise ValueError(f"prototypes of valid {valid.dtype}: must be torch.bool")
+    check_int("prototypes groups", groups, 1)
     if method not in METHODS:
         raise ValueError(f"prototypes method={method!r}: must be one of {', '.join(METHODS)}")
     block_pages = max(1, BLOCK_TOKENS // max(k.shape[1], 1))
@@ -116,7 +121,7 @@ def encode_prototypes(fmt: PageFormat, k: Tensor, v: Tensor, log2_count: Tensor)
         [M, page_bytes] uint8.
 
     Raises:
-        ValueError: another format, or shapes that don't match it.
+        ValueError: another format; shapes, types or devices that don't match.
     """
     want = (len(k), fmt.groups, fmt.head_dim)
     if fmt.name != "proto" or k.shape != want or v.shape != want or log2_count.shape != want[:2]:
@@ -124,6 +129,8 @@ def encode_prototypes(fmt: PageFormat, k: Tensor, v: Tensor, log2_count: Tensor)
             f"prototypes k {tuple(k.shape)}, v {tuple(v.shape)}, log2_count {tuple(log2_count.shape)} for format "
             f"{fmt.name}: must be proto and [M, {fmt.groups}, {fmt.head_dim}], [M, {fmt.groups}]"
         )
+    check_floats("prototypes", k=k, v=v, log2_count=log2_count)
+    check_like("prototypes", "k", k=k, v=v, log2_count=log2_count)
     blobs = torch.zeros(k.shape[0], fmt.page_bytes, dtype=torch.uint8, device=k.device)
     out = views(fmt, blobs)
     out["k"].copy_(k)

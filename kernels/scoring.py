@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kernels.api import DEBUG, QUERY_DTYPES, choose_backend
+from kernels.guards import check_floats
 from kernels.table import PageTable
 
 
@@ -27,7 +28,14 @@ def page_bounds(k: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]
     Returns:
         lowest, highest: [M, D] of k's dtype; 0 for a page with no valid token, +inf and -inf for a channel that
         is all NaN.
+
+    Raises:
+        ValueError: shapes or types that don't match.
     """
+    if k.dim() != 3 or (valid is not None and (valid.shape != k.shape[:2] or valid.dtype != torch.bool)):
+        seen = None if valid is None else (valid.dtype, tuple(valid.shape))
+        raise ValueError(f"page_bounds k {tuple(k.shape)}, valid {seen}: must be [M, P, D], bool [M, P]")
+    check_floats("page_bounds", k=k)
     counts = ~k.isnan() if valid is None else valid[..., None] & ~k.isnan()
     lowest = torch.where(counts, k, torch.inf).amin(1)
     highest = torch.where(counts, k, -torch.inf).amax(1)

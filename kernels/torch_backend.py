@@ -153,6 +153,7 @@ class _Block:
         keys, values = torch.where(seen, self.k, 0.0), torch.where(seen, self.v, 0.0)
         logit = (q.flatten(1, 2) @ keys.transpose(1, 2)).view(streams, group, tokens, -1)
         logit = logit * (options.scale / math.log(2)) + self.bias[:, None, None]
+        newest = None
         if slopes is not None:
             # Counted from the newest visible key, so that logits stay small; the constant goes into the lse.
             newest = torch.where(visible[:, 0], position, -math.inf).amax(2, keepdim=True)
@@ -167,7 +168,7 @@ class _Block:
         out = (weight.flatten(1, 2) @ values).view(q.shape)
         mass = weight.view(streams, group, tokens, self.entries, -1).sum(4)
         lse = (top + total.log2())[..., 0]
-        if slopes is not None:
+        if slopes is not None and newest is not None:
             # In float64, since blocks are joined by it and a position may be in the millions.
             lse = lse.double() + slopes[..., None].double() * newest[:, None, :, 0] / math.log(2)
         return Partial(out, lse, mass)
