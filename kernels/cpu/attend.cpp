@@ -6,6 +6,7 @@
 // values (the block's pages are still in L2 for the second pass).
 #include <algorithm>
 
+#include "guard.h"
 #include "item.h"
 #include "parallel.h"
 
@@ -13,9 +14,35 @@ namespace testbed {
 
 struct Scratch {
   std::vector<float> out, top, total;       // [S, splits, rows, Dp], [S, splits, rows] twice
-  std::vector<float> entry_sum, entry_top;  // [S, rows, N], for the mass
+  std::vector<float> entry_sum, entry_top;  // [S, rows, most entries], for the mass
   std::vector<float> row_top, row_total;    // [S, rows]
+  std::vector<int64_t> origin;              // [S, T]
+  int spare_calls = 0;                      // calls in a row that left most of it unused
+
+  int64_t bytes() const {
+    int64_t floats = 2 * origin.capacity();
+    for (auto* x : {&out, &top, &total, &entry_sum, &entry_top, &row_top, &row_total}) floats += x->capacity();
+    return 4 * floats;
+  }
+
+  // Gives the memory back where the last calls needed far less; one small call among large ones is no reason.
+  void fit(int64_t needed) {
+    spare_calls = bytes() > kKeptBytes && bytes() > 4 * needed ? spare_calls + 1 : 0;
+    if (spare_calls == kPatience) *this = Scratch();
+  }
+
+ private:
+  static constexpr int64_t kKeptBytes = 64ll << 20;
+  static constexpr int kPatience = 8;
 };
+
+// To at least n elements, the old ones forgotten.
+template <class T>
+void grow(std::vector<T>& x, int64_t n) {
+  if ((int64_t)x.size() >= n) return;
+  std::vector<T>().swap(x);
+  x.resize(n);
+}
 
 struct Work {
   int64_t s, row, first, last;  // stream, first row, splits
@@ -35,8 +62,8 @@ void run_item(const Args& a, Scratch& scratch, const Work& w, int64_t most_split
   Block* blocks[2] = {(Block*)(&item + 1), (Block*)(&item + 1) + 1};
   const int64_t step = entries_of_split(a), rows = a.G * a.T, count = a.count[w.s], at = w.s * rows + w.row;
   const int64_t reach = std::min(w.last * step, count);
-  float* entry_sum = a.mass ? scratch.entry_sum.data() + at * a.N : nullptr;
-  float* entry_top = a.mass ? scratch.entry_top.data() + at * a.N : nullptr;
+  float* entry_sum = a.mass ? scratch.entry_sum.data() + at * a.most_entries : nullptr;
+  float* entry_top = a.mass ? scratch.entry_top.data() + at * a.most_entries : nullptr;
   int fair = 0;
   auto fill = [&](int64_t n, Block& b) {  // a block never crosses splits
     const int64_t end = n < reach ? std::min((n / step + 1) * step, reach) : n;
@@ -87,9 +114,9 @@ void merge_row(const Args& a, Scratch& scratch, int64_t s, int64_t row, int64_t 
   const float inverse = top > -kInf ? 1.0f / total : 0.0f;
   for (int64_t d = 0; d < a.D; ++d) out[d] *= inverse;
   double lse = top > -kInf ? top + std::log2((double)total) : -kInf;
-  if (a.slopes) {  // the logits were kept small by counting positions from the row's own
-    const int64_t own = a.first[s] + row % a.T;
-    lse += (double)a.slopes[s * a.G + row / a.T] * 1.4426950408889634 * (double)own;
+  if (a.slopes) {  // the logits were kept small by counting positions from the origin
+    const double slope = (double)a.slopes[s * a.G + row / a.T] * 1.4426950408889634;
+    lse += slope * (double)a.origin[s * a.T + row % a.T];
   }
   a.lse[s * rows + row] = (float)lse;
   scratch.row_top[s * rows + row] = top;
@@ -104,7 +131,8 @@ void stream_mass(const Args& a, const Scratch& scratch, int64_t s) {
   for (int64_t at = s * rows; at < (s + 1) * rows; ++at) {
     const float top = scratch.row_top[at], scale = 1.0f / (scratch.row_total[at] * rows);
     if (top == -kInf) continue;
-    const float *sums = scratch.entry_sum.data() + at * a.N, *tops = scratch.entry_top.data() + at * a.N;
+    const float* sums = scratch.entry_sum.data() + at * a.most_entries;
+    const float* tops = scratch.entry_top.data() + at * a.most_entries;
     int64_t n = 0;
     for (; n + W <= count; n += W)
       store(mass + n, load(mass + n) + splat(scale) * exp2v(load(tops + n) - splat(top)) * load(sums + n));
@@ -131,23 +159,48 @@ std::vector<Work> items_of(const Args& a, int64_t row_blocks) {
   return items;
 }
 
-void attend(const Args& a) {
+// Position of the newest listed key that row t sees, or its own if there is none: distances from it are small for the
+// keys that matter, so that float32 holds them, however old they are.
+int64_t origin_of(const Args& a, int64_t s, int64_t t) {
+  const int64_t own = a.first[s] + t, window = a.windows ? a.windows[s] : a.window;
+  int64_t newest = INT64_MIN;
+  for (int64_t n = 0; n < a.count[s]; ++n) {
+    const int64_t start = (int64_t)a.page[s * a.page_stride + n] * a.P, end = start + a.P - 1;
+    if (end <= newest) continue;
+    const bool proto = a.pools[a.pool[s * a.pool_stride + n]].format == kProto;
+    int64_t last = proto ? end : std::min(end, own);
+    if (!proto && window && last <= own - window) last = std::min(last, a.sinks - 1);
+    if (last >= start) newest = std::max(newest, last);
+  }
+  return newest == INT64_MIN ? own : newest;
+}
+
+void attend(Args& a) {
   static thread_local Scratch scratch_here;
   Scratch& scratch = scratch_here;  // the caller's, whichever thread works on it
-  const int64_t rows = a.G * a.T, Dp = (a.D + 15) / 16 * 16, most_splits = splits_of(a, a.N);
-  auto grow = [](std::vector<float>& x, int64_t n) {
-    if ((int64_t)x.size() < n) x.resize(n);
-  };
+  a.most_entries = 0;
+  for (int64_t s = 0; s < a.S; ++s) a.most_entries = std::max<int64_t>(a.most_entries, a.count[s]);
+  const int64_t rows = a.G * a.T, Dp = (a.D + 15) / 16 * 16, most_splits = splits_of(a, a.most_entries);
+  wanted_bytes = 4 * a.S * rows * (most_splits * (Dp + 2) + 2 + (a.mass ? 2 * a.most_entries : 0));
+  scratch.fit(wanted_bytes);
   grow(scratch.out, a.S * most_splits * rows * Dp);
   grow(scratch.top, a.S * most_splits * rows);
   grow(scratch.total, a.S * most_splits * rows);
   grow(scratch.row_top, a.S * rows);
   grow(scratch.row_total, a.S * rows);
   if (a.mass) {
-    grow(scratch.entry_sum, a.S * rows * a.N);
-    grow(scratch.entry_top, a.S * rows * a.N);
-    std::fill_n(scratch.entry_sum.begin(), a.S * rows * a.N, 0.0f);  // hidden entries are left out
-    std::fill_n(scratch.entry_top.begin(), a.S * rows * a.N, -kInf);
+    grow(scratch.entry_sum, a.S * rows * a.most_entries);
+    grow(scratch.entry_top, a.S * rows * a.most_entries);
+    std::fill_n(scratch.entry_sum.begin(), a.S * rows * a.most_entries, 0.0f);  // hidden entries are left out
+    std::fill_n(scratch.entry_top.begin(), a.S * rows * a.most_entries, -kInf);
+  }
+  if (a.slopes) {
+    grow(scratch.origin, a.S * a.T);
+    a.origin = scratch.origin.data();
+    auto find = [&](int64_t s) {
+      for (int64_t t = 0; t < a.T; ++t) scratch.origin[s * a.T + t] = origin_of(a, s, t);
+    };
+    run(a.S, a.S * a.T * a.most_entries > (1 << 16) ? a.threads : 1, find);
   }
   const std::vector<Work> items = items_of(a, (rows + kRows - 1) / kRows);
   auto work = [&](int64_t i) { run_item(a, scratch, items[i], most_splits); };
@@ -166,9 +219,9 @@ extern "C" {
 
 // sizes: S, G, T, D, N, P, row strides of table's pool, slot, page, sinks, window, threads, split_tokens, item_splits,
 // half, bf16; pointers: q, table's pool, slot, page, count, first_position, windows, slopes, out, lse, mass, of which
-// windows, slopes and mass may be null.
-void testbed_attend(const int64_t* sizes, const void* const* pointers, const testbed::PoolArg* pools, float scale) {
-  testbed::Args a;
+// windows, slopes and mass may be null. Returns 0 or a code of guard.h.
+int64_t testbed_attend(const int64_t* sizes, const void* const* pointers, const testbed::PoolArg* pools, float scale) {
+  testbed::Args a{};
   a.S = sizes[0], a.G = sizes[1], a.T = sizes[2], a.D = sizes[3], a.N = sizes[4], a.P = sizes[5];
   a.pool_stride = sizes[6], a.slot_stride = sizes[7], a.page_stride = sizes[8];
   a.sinks = sizes[9], a.window = sizes[10], a.threads = sizes[11], a.split_tokens = sizes[12];
@@ -179,7 +232,7 @@ void testbed_attend(const int64_t* sizes, const void* const* pointers, const tes
   a.windows = (const int32_t*)pointers[6], a.slopes = (const float*)pointers[7];
   a.out = (float*)pointers[8], a.lse = (float*)pointers[9], a.mass = (float*)pointers[10];
   a.pools = pools, a.scale = scale;
-  testbed::attend(a);
+  return testbed::guarded([&] { return testbed::attend(a), 0; });
 }
 
 }  // extern "C"

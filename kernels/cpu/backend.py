@@ -30,7 +30,12 @@ def attend(
     first_position: Tensor,
     options: Options,
 ) -> Partial:
-    """As `kernels.api.attend`."""
+    """As `kernels.api.attend`.
+
+    Raises:
+        ValueError: the table lists pages of a pool that has none.
+        MemoryError: no room for the splits' results.
+    """
     streams, group, tokens, head_dim = q.shape
     schedule, window, dtype = options.schedule, options.window_tokens, q.dtype
     q = q.float().contiguous()
@@ -56,6 +61,8 @@ def attend(
     )
     tensors = (q, pool, slot, page, count, first, windows, slopes, out, lse, mass)
     described = [number for source in pools for number in source.native]
+    if not all(described[2::5]):  # pages a slab
+        _refuse_empty(table, pools)
     library().testbed_attend(
         SIZES(*sizes),
         POINTERS(*(None if x is None else x.data_ptr() for x in tensors)),
@@ -63,6 +70,14 @@ def attend(
         options.scale,
     )
     return Partial(out, lse, mass)
+
+
+def _refuse_empty(table: PageTable, pools: Sequence[Pool]) -> None:
+    """Refuses a table that lists pages of a pool that has none."""
+    inside = torch.arange(table.pool.shape[1]) < table.count[:, None]
+    for number, source in enumerate(pools):
+        if not source.pages and bool((inside & (table.pool == number)).any()):
+            raise ValueError(f"table lists pages of pool {number} ({source.fmt.name}), which holds none")
 
 
 def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:

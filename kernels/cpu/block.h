@@ -28,6 +28,8 @@ struct Args {
   const float* slopes;  // [S, G] or null
   float *out, *lse, *mass;
   int64_t threads, split_tokens, item_splits;
+  int64_t most_entries;   // of any stream
+  const int64_t* origin;  // [S, T] position that a row's distances are counted from, null without slopes
   bool half, bf16;  // whether products may be of 16 bits; whether the queries are bf16 numbers
 };
 

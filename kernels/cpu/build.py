@@ -19,12 +19,18 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 SOURCES = ("attend.cpp", "gemv.cpp", "score.cpp", "store.cpp")
 HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-shared", "-fPIC")
+
+
+STALE_SECONDS = 3600  # no build takes as long
 
 
 class BuildError(RuntimeError):
@@ -36,7 +42,8 @@ def library() -> ctypes.CDLL:
     """The native library, built if need be.
 
     Raises:
-        BuildError: no compiler, a failed compilation, an unwritable cache folder.
+        BuildError: no compiler, a failed compilation, an unwritable cache folder, CXX or TESTBED_NATIVE_FLAGS that
+            can't be used.
     """
     path = _build()
     try:
@@ -52,17 +59,22 @@ def library() -> ctypes.CDLL:
     loaded.testbed_scatter.argtypes = [pointer, number, number, pointer, number, pointer]
     loaded.testbed_top_pages.argtypes = [pointer] * 5 + [number] * 5
     loaded.testbed_narrow.argtypes = [pointer] * 6 + [number] * 3 + [pointer] * 3
-    for name in ("testbed_append", "testbed_score", "testbed_top_pages", "testbed_narrow"):
-        getattr(loaded, name).restype = number  # what was wrong, 0 for nothing
-    for name in (
-        "testbed_attend",
-        "testbed_encode",
-        "testbed_gemv",
-        "testbed_gather",
-        "testbed_scatter",
-    ):
-        getattr(loaded, name).restype = None
+    loaded.testbed_narrow.restype = number  # what was wrong, 0 for nothing
+    for name in ("attend", "append", "score", "encode", "gemv", "top_pages"):
+        function = getattr(loaded, f"testbed_{name}")
+        function.restype, function.errcheck = number, _checked
+    loaded.testbed_gather.restype = loaded.testbed_scatter.restype = None
     return loaded
+
+
+def _checked(code: int, function: Any, arguments: Sequence[object]) -> int:
+    """The code a native call returned, unless it failed: guard.h says which codes mean that."""
+    if code >= 0:
+        return code
+    if code == -1:
+        raise RuntimeError(f"{function.__name__} failed")
+    size = f"{-code} bytes of working memory" if code < -2 else "working memory"
+    raise MemoryError(f"{function.__name__} wanted {size}, which can't be had")
 
 
 def cache_folder() -> Path:
@@ -77,8 +89,8 @@ def _build() -> Path:
     """Path of the library, compiled unless it is there."""
     compiler = _compiler()
     sources = [Path(__file__).with_name(name) for name in SOURCES]
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    flags = (*FLAGS, *shlex.split(os.environ.get("TESTBED_NATIVE_FLAGS", "")))
+    version = _run([compiler[0], "--version"]).stdout
+    flags = (*compiler[1:], *FLAGS, *_words("TESTBED_NATIVE_FLAGS"))
     digest = hashlib.sha256()
     texts = [Path(__file__).with_name(name).read_bytes() for name in (*SOURCES, *HEADERS)]
     for part in (*texts, version.encode(), " ".join(flags).encode(), cpu_features().encode()):
@@ -89,15 +101,15 @@ def _build() -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        _tidy(target.parent)
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         os.close(descriptor)
     except OSError as error:
         raise BuildError(f"{target.parent} can't be written: {error}; set TESTBED_CACHE") from error
     try:
-        command = [compiler, *flags, *map(str, sources), "-o", temporary]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = _run([compiler[0], *flags, *map(str, sources), "-o", temporary])
         if done.returncode:
-            raise BuildError(f"{compiler} failed: {done.stderr.strip()[:400]}")
+            raise BuildError(f"{compiler[0]} failed: {_first_error(done.stderr)}")
         # The proof goes first: a library without a fitting proof is built again, never loaded.
         proof.write_text(hashlib.sha256(Path(temporary).read_bytes()).hexdigest())
         Path(temporary).replace(target)
@@ -111,17 +123,56 @@ def _build() -> Path:
 def _intact(library: Path, proof: Path) -> bool:
     """Whether the file is what was built; a truncated library would kill the process when it is loaded."""
     try:
-        return proof.read_text() == hashlib.sha256(library.read_bytes()).hexdigest()
+        return proof.read_bytes() == hashlib.sha256(library.read_bytes()).hexdigest().encode()
     except OSError:
         return False
 
 
-def _compiler() -> str:
-    """$CXX, or the first of g++, c++, clang++."""
-    for name in (os.environ.get("CXX"), "g++", "c++", "clang++"):
-        found = shutil.which(name) if name else None
+def _tidy(folder: Path) -> None:
+    """Removes what builds that were killed left behind."""
+    for path in folder.glob(".attend-*.so.*"):
+        try:
+            if time.time() - path.stat().st_mtime > STALE_SECONDS:
+                path.unlink()
+        except OSError:  # another process was faster, or owns it
+            continue
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Runs the compiler."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError as error:
+        raise BuildError(f"{command[0]} can't be run as a C++ compiler: {error}") from error
+
+
+def _first_error(output: str) -> str:
+    """The line of a compiler's output that says what is wrong."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    return next((line for line in lines if "error" in line), lines[0] if lines else "it said nothing")[:300]
+
+
+def _words(name: str) -> list[str]:
+    """The words of an environment variable, quoted as in a shell."""
+    value = os.environ.get(name, "")
+    try:
+        return shlex.split(value)
+    except ValueError as error:
+        raise BuildError(f"{name}={value!r}: must be words quoted as in a shell ({error})") from error
+
+
+def _compiler() -> list[str]:
+    """$CXX, which may have flags after its name, or the first of g++, c++, clang++."""
+    words = _words("CXX")
+    if words:
+        found = shutil.which(words[0])
+        if found is None:
+            raise BuildError(f"CXX={os.environ['CXX']!r}: must be a program that is there")
+        return [found, *words[1:]]
+    for name in ("g++", "c++", "clang++"):
+        found = shutil.which(name)
         if found:
-            return found
+            return [found]
     raise BuildError("no C++ compiler (g++, c++, clang++ or $CXX) was found")
 
 

@@ -3,6 +3,7 @@
 // of threads or rows. Outputs go one at a time, so that the weights are one stream through memory.
 #include <vector>
 
+#include "guard.h"
 #include "lanes.h"
 #include "parallel.h"
 
@@ -56,10 +57,10 @@ void dots(const float* x, const uint16_t* w, int64_t first, int64_t end, int64_t
 extern "C" {
 
 // x [T, K], w [N, K] bf16, y [T, N], all contiguous. The weights of a run stay in the cache for the rows beyond four.
-void testbed_gemv(const float* x, const uint16_t* w, float* y, int64_t T, int64_t N, int64_t K, int64_t threads) {
+// Returns 0 or a code of guard.h.
+int64_t testbed_gemv(const float* x, const uint16_t* w, float* y, int64_t T, int64_t N, int64_t K, int64_t threads) {
   using namespace testbed;
-  std::vector<float> rows(T * K);
-  for (int64_t t = 0; t < T; ++t) split_pairs(x + t * K, K, rows.data() + t * K);
+  std::vector<float> rows;
   auto work = [&](int64_t item) {
     const int64_t first = item * kRun, end = first + kRun < N ? first + kRun : N;
     for (int64_t t = 0; t < T; t += kMostRows) {
@@ -73,7 +74,13 @@ void testbed_gemv(const float* x, const uint16_t* w, float* y, int64_t T, int64_
       }
     }
   };
-  run((N + kRun - 1) / kRun, threads, work);
+  return guarded([&] {
+    wanted_bytes = 4 * T * K;
+    rows.resize(T * K);
+    for (int64_t t = 0; t < T; ++t) split_pairs(x + t * K, K, rows.data() + t * K);
+    run((N + kRun - 1) / kRun, threads, work);
+    return 0;
+  });
 }
 
 }  // extern "C"

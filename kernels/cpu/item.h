@@ -34,7 +34,7 @@ struct Item {
   alignas(64) float scores[R * kColumns];
   float q[R * kMaxDim], paired_q[R * kMaxDim], acc[R * kMaxDim], paired_acc[R * kMaxDim];
   float top[R], total[R], slope[R];
-  int64_t own[R], lowest, highest_own;
+  int64_t own[R], origin[R], lowest, highest_own;
   bool paired;  // whether paired_acc holds anything
   Halves<R> half;
 
@@ -47,6 +47,7 @@ struct Item {
     for (int i = 0; i < R * D; ++i) q[i] = from[i] * factor;
     for (int r = 0; r < R; ++r) {
       own[r] = a.first[s] + (row + r) % a.T;
+      origin[r] = a.slopes ? a.origin[s * a.T + (row + r) % a.T] : 0;
       lowest = own[r] < lowest ? own[r] : lowest;
       highest_own = own[r] > highest_own ? own[r] : highest_own;
       slope[r] = a.slopes ? a.slopes[s * a.G + (row + r) / a.T] * 1.4426950408889634f : 0.0f;
@@ -137,7 +138,7 @@ struct Item {
     for (int i = 0; a.slopes && i < b.proto_count; ++i)
       for (int r = 0; r < R; ++r)
         for (int c = 0; c < b.protos[i].rows; ++c)
-          scores[r * kColumns + b.protos[i].column + c] += slope[r] * (b.protos[i].start - own[r] + (P - 1) * 0.5f);
+          scores[r * kColumns + b.protos[i].column + c] += slope[r] * (b.protos[i].start - origin[r] + (P - 1) * 0.5f);
     for (int r = 0; r < R; ++r)
       for (int j = b.columns; j % 16; ++j) scores[r * kColumns + j] = -kInf;
   }
@@ -150,7 +151,7 @@ struct Item {
       });
     if (a.slopes)
       for (int r = 0; r < R; ++r)
-        for (int j = 0; j < P; ++j) to[r * kColumns + j] += slope[r] * (float)(e.start + j - own[r]);
+        for (int j = 0; j < P; ++j) to[r * kColumns + j] += slope[r] * (float)(e.start + j - origin[r]);
     if (e.sight == kPartly)
       for (int r = 0; r < R; ++r)
         for (int j = 0; j < P; ++j)
@@ -314,8 +315,8 @@ struct Item {
         for (int j = 0; j < P; j += W) y += load(p + j);
         x = sum(y);
       }
-      entry_sum[r * a.N + e.n] = x;
-      entry_top[r * a.N + e.n] = top[r];
+      entry_sum[r * a.most_entries + e.n] = x;
+      entry_top[r * a.most_entries + e.n] = top[r];
     }
   }
 

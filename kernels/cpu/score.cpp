@@ -2,6 +2,7 @@
 #include <limits>
 #include <vector>
 
+#include "guard.h"
 #include "pages.h"
 #include "parallel.h"
 
@@ -175,10 +176,12 @@ int64_t testbed_score(const testbed::Scores* call) {
   for (int64_t s = 0; call->count && s < call->S; ++s)
     if (call->count[s] < 0 || call->count[s] > call->N) return 1;
   const bool bound = call->low != nullptr;
-  if (call->format == kFp32) score<float>(*call, bound);
-  else if (call->format == kBf16) score<Bf16>(*call, bound);
-  else score<Fp16>(*call, bound);
-  return 0;
+  return guarded([&] {
+    if (call->format == kFp32) score<float>(*call, bound);
+    else if (call->format == kBf16) score<Bf16>(*call, bound);
+    else score<Fp16>(*call, bound);
+    return 0;
+  });
 }
 
 // score: rows of stride elements; columns: [S, width]. Returns 1 for a count outside 0 to N, 2 for a k outside
@@ -203,8 +206,7 @@ int64_t testbed_top_pages(const float* score, const int32_t* count, const int32_
     }
     for (int64_t i = wanted; i < width; ++i) out[i] = -1;
   };
-  run(S, threads, work);
-  return 0;
+  return guarded([&] { return run(S, threads, work), 0; });
 }
 
 // The chosen entries of a table: strides of pool, slot and page in elements. Returns 1 for a column outside 0 to

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "guard.h"
 #include "pages.h"
 #include "parallel.h"
 
@@ -84,10 +85,10 @@ void quantise(const float* tile, int A, int B, int levels, uint8_t* codes, uint8
   for (int a = 0; a < A; ++a) {
     float code = step_unit > 0 ? std::ceil(high[a] / step_unit) : 0.0f;
     scale[a] = (uint8_t)(code < 255.0f ? code : 255.0f);
-    const float step = scale[a] * step_unit, inverse = step > 0 ? 1.0f / step : 0.0f;
+    const float step = scale[a] * step_unit, divisor = step > 0 ? step : INFINITY;
     const vf most = splat((float)levels), none = splat(0.0f), magic = splat(12582912.0f);
     each(tile + a * B, [&](int b, vf x) {
-      x = (x - splat(low[a])) * splat(inverse);
+      x = (x - splat(low[a])) / splat(divisor);  // the inverse of a step below 2^-128 would overflow
       x = x < none ? none : x;
       x = x > most ? most : x;
       vbytes bytes = __builtin_convertvector((vi)(x + magic) - (vi)magic, vbytes);
@@ -298,9 +299,10 @@ int64_t fault(const Append& c) {
 
 extern "C" {
 
-// strides: page, token, channel of k, then of v, in elements; source_format: kFp32, kBf16 or kFp16.
-void testbed_encode(const uint8_t* k, const uint8_t* v, uint8_t* out, const int64_t* strides, int64_t source_format,
-                    int64_t format, int64_t pages, int64_t P, int64_t D, int64_t bytes, int64_t threads) {
+// strides: page, token, channel of k, then of v, in elements; source_format: kFp32, kBf16 or kFp16. Returns 0 or a code
+// of guard.h.
+int64_t testbed_encode(const uint8_t* k, const uint8_t* v, uint8_t* out, const int64_t* strides, int64_t source_format,
+                       int64_t format, int64_t pages, int64_t P, int64_t D, int64_t bytes, int64_t threads) {
   using namespace testbed;
   const Source ks{k, source_format, strides[0], strides[1], strides[2]};
   const Source vs{v, source_format, strides[3], strides[4], strides[5]};
@@ -310,17 +312,16 @@ void testbed_encode(const uint8_t* k, const uint8_t* v, uint8_t* out, const int6
     for (int64_t m = chunk * kChunkPages; m < end; ++m)
       encode_page(format, ks, vs, m, (int)P, (int)D, tile.data(), out + m * bytes);
   };
-  run((pages + kChunkPages - 1) / kChunkPages, threads, work);
+  return guarded([&] { return run((pages + kChunkPages - 1) / kChunkPages, threads, work), 0; });
 }
 
-// Nothing is written unless all is in range; see `fault`.
+// Nothing is written unless all is in range; see `fault`, and guard.h.
 int64_t testbed_append(const testbed::Append* call) {
   using namespace testbed;
   const int64_t wrong = fault(*call);
   if (wrong) return wrong;
   auto work = [&](int64_t s) { append_stream(*call, s); };
-  run(call->S, call->threads, work);
-  return 0;
+  return guarded([&] { return run(call->S, call->threads, work), 0; });
 }
 
 // Whole pages between slabs and one run of bytes: out[i] = page slot[i], or the other way round.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +88,61 @@ def test_a_failing_compiler_leaves_nothing_behind(tmp_path: Path, monkeypatch: p
     with pytest.raises(build.BuildError, match="no such machine"):
         build.library.__wrapped__()
     assert not list((tmp_path / "cache" / "native").iterdir())
+
+
+def test_a_proof_of_any_bytes_is_built_again(tmp_path: Path) -> None:
+    assert run_python(BUILD, TESTBED_CACHE=str(tmp_path)).wait() == 0
+    (proof,) = (tmp_path / "native").glob("*.sha256")
+    whole = proof.read_bytes()
+    proof.write_bytes(b"\xff\xfe\x80")
+    builder = run_python(BUILD, TESTBED_CACHE=str(tmp_path))
+    _, error = builder.communicate()
+    assert builder.returncode == 0, error
+    assert proof.read_bytes() == whole
+
+
+def test_what_killed_builds_left_is_removed_once_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = tmp_path / "bad"
+    bad.write_text("#!/bin/sh\nexit 1\n")
+    bad.chmod(0o755)
+    monkeypatch.setenv("CXX", str(bad))
+    monkeypatch.setenv("TESTBED_CACHE", str(tmp_path))
+    folder = tmp_path / "native"
+    folder.mkdir()
+    old, new, library = folder / ".attend-0.so.old", folder / ".attend-0.so.new", folder / "attend-0.so"
+    for path, hours in ((old, 2), (new, 0), (library, 2)):
+        path.write_bytes(b"")
+        os.utime(path, (time.time() - hours * 3600,) * 2)
+    with pytest.raises(build.BuildError, match="said nothing"):
+        build.library.__wrapped__()
+    assert sorted(folder.iterdir()) == [new, library]
+
+
+def test_a_compiler_that_can_not_be_used_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "text"
+    text.write_bytes(b"\x7fno program")
+    text.chmod(0o755)
+    monkeypatch.setenv("TESTBED_CACHE", str(tmp_path))
+    wrong = (
+        ("CXX", str(text), "can't be run"),
+        ("CXX", "no-such-compiler -O1", "CXX='no-such-compiler -O1'"),
+        ("CXX", "g++ '", "CXX="),
+        ("TESTBED_NATIVE_FLAGS", "-DX='", "TESTBED_NATIVE_FLAGS="),
+    )
+    for name, value, message in wrong:
+        with monkeypatch.context() as one:
+            one.setenv(name, value)
+            with pytest.raises(build.BuildError, match=message):
+                build.library.__wrapped__()
+
+
+def test_flags_of_cxx_are_used_and_one_line_says_what_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = shutil.which("g++") or shutil.which("c++") or shutil.which("clang++")
+    monkeypatch.setenv("CXX", f"{compiler} -include no-such-file.h")
+    monkeypatch.setenv("TESTBED_CACHE", str(tmp_path))
+    with pytest.raises(build.BuildError, match="no-such-file.h") as caught:
+        build.library.__wrapped__()
+    assert len(str(caught.value).splitlines()) == 1
 
 
 def test_an_unwritable_cache_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
