@@ -112,7 +112,8 @@ def test_what_killed_builds_left_is_removed_once_old(tmp_path: Path, monkeypatch
     old, new, library = folder / ".attend-0.so.old", folder / ".attend-0.so.new", folder / "attend-0.so"
     for path, hours in ((old, 2), (new, 0), (library, 2)):
         path.write_bytes(b"")
-        os.utime(path, (time.time() - hours * 3600,) * 2)
+        written = time.time() - hours * 3600
+        os.utime(path, (written, written))
     with pytest.raises(build.BuildError, match="said nothing"):
         build.library.__wrapped__()
     assert sorted(folder.iterdir()) == [new, library]
