@@ -19,13 +19,15 @@ import kernels.api as api
 from kernels import linear_attention as linear
 from kernels.api import PageTable, Pool, Schedule, append, attend, gather, scatter
 from kernels.background import fit_background
+from kernels.cost import FEATURES, CostModel, safe_variants
 from kernels.gemv import gemv_bf16
+from kernels.linear_attention import FeatureMap
 from kernels.mixture import attend_mixture
 from kernels.pages import decode, encode, page_format, views
-from kernels.prefill import chunk_attention
+from kernels.prefill import chunk_attention, page_mass
 from kernels.prototypes import encode_prototypes, join_pages, make_prototypes
-from kernels.scoring import mean_key_score, narrow, query_bound, top_pages, update_mass
-from kernels.state import merge
+from kernels.scoring import mean_key_score, narrow, page_bounds, query_bound, top_pages, update_mass
+from kernels.state import Partial, merge
 
 FAST = ("cpu", "torch")
 BF16 = page_format("bf16", 16, 64)
@@ -259,6 +261,103 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "chunk longer than the keys": (lambda: chunk(q=torch.zeros(4, 11, 64)), r"chunk q \(4, 11, 64\).*0 < T <= Tk"),
     "chunk of three heads over two": (lambda: chunk(q=torch.zeros(3, 3, 64)), r"Hq a multiple of Hk"),
     "chunk with a negative window": (lambda: chunk(window_tokens=-1), r"window_tokens=-1: must be 0"),
+    # numbers, types and devices that used to pass or to end in another error
+    "attend a scale of NaN": (lambda: attended(scale=math.nan), r"scale=nan: must be a finite number"),
+    "attend an infinite scale": (lambda: attended(scale=math.inf), r"scale=inf: must be a finite number"),
+    "attend a scale of text": (lambda: attended(scale="x"), r"scale='x': must be a finite number"),
+    "attend a window of 1.5": (lambda: attended(window_tokens=1.5), r"window_tokens=1.5: must be 0 .*an int"),
+    "attend a window of True": (lambda: attended(window_tokens=True), r"window_tokens=True: must be 0"),
+    "attend a window beyond int32": (lambda: attended(window_tokens=2**31), r"window_tokens=2147483648: .*at most"),
+    "attend sinks of 1.5": (lambda: attended(sink_tokens=1.5), r"sink_tokens=1.5: must be 0"),
+    "attend sinks beyond int32": (lambda: attended(sink_tokens=2**70), r"sink_tokens=\d+: must be 0"),
+    "attend slopes of integers": (lambda: attended(slopes=torch.ones(2, 3).int()), r"slopes torch.int32: must be a"),
+    "attend slopes of bools": (lambda: attended(slopes=torch.ones(2, 3) > 0), r"slopes torch.bool: must be a float"),
+    "attend complex slopes": (lambda: attended(slopes=torch.ones(2, 3) * 1j), r"slopes torch.complex64: must be"),
+    "attend no schedule": (lambda: attended(schedule=None), r"schedule=None: must be a Schedule"),
+    "attend a pool for pools": (lambda: attended(pools=CASE.pools[0]), r"pools=Pool: must be a sequence"),
+    "attend a list for a backend": (lambda: attended(backend=["cpu"]), r"backend=\['cpu'\]: must be one of"),
+    "table count elsewhere": (lambda: table(count=meta(CASE.table.count)), r"table.count on meta: must be on"),
+    "table slot elsewhere": (lambda: table(slot=meta(CASE.table.slot)), r"table.slot on meta: must be on table.pool"),
+    "schedule threads of 1.5": (lambda: Schedule(threads=1.5), r"threads=1.5: must be 0"),  # type: ignore[arg-type]
+    "schedule threads of True": (lambda: Schedule(threads=True), r"threads=True: must be 0"),
+    "schedule a split of 256.0": (lambda: Schedule(split_tokens=256.0), r"split_tokens=256.0"),  # type: ignore[arg-type]
+    "format D of 64.0": (lambda: page_format("bf16", 16, 64.0), r"head_dim=64.0: must be an int"),  # type: ignore[arg-type]
+    "format P of 16.0": (lambda: page_format("bf16", 16.0, 64), r"page_tokens=16.0: must be"),  # type: ignore[arg-type]
+    "format groups of True": (lambda: page_format("proto", 16, 64, True), r"groups=True: must be an int"),
+    "merge of integers": (
+        lambda: merge([Partial(torch.zeros(1, 1, 1, 8).int(), torch.zeros(1, 1, 1))]),
+        r"merge partials\[0\] out torch.int32: must be a float type",
+    ),
+    "encode prototypes by an unknown backend": (lambda: encode(PROTO, ZEROS, ZEROS, "x"), r"backend='x': must be"),
+    "gather meta slots": (lambda: gather(pool_of(), meta(torch.zeros(2).long())), r"slots on meta: must be"),
+    "page_bounds of integers": (lambda: page_bounds(ZEROS.int()), r"page_bounds k torch.int32: must be a float"),
+    "page_bounds of two axes": (lambda: page_bounds(ZEROS[0]), r"page_bounds k \(16, 64\).*must be \[M, P, D\]"),
+    "prototypes of integers": (lambda: make_prototypes(ZEROS.int(), ZEROS, 2), r"prototypes of k torch.int32"),
+    "prototypes of 1.5 groups": (lambda: make_prototypes(ZEROS, ZEROS, 1.5), r"groups=1.5: must be 1"),  # type: ignore[arg-type]
+    "prototypes stored of integers": (
+        lambda: encode_prototypes(PROTO, ZEROS[:, :2].int(), ZEROS[:, :2], torch.zeros(2, 2)),
+        r"prototypes k torch.int32: must be a float",
+    ),
+    "background of integers": (lambda: backed(k=torch.zeros(2, 10, 64).int()), r"background k torch.int32"),
+    "background steps": (lambda: backed(steps=-1), r"steps=-1: must be 0"),
+    "linear tokens of integers": (lambda: linear.add(STATE, MAP, ZEROS.int(), ZEROS), r"k torch.int32: must be a fl"),
+    "linear tokens elsewhere": (lambda: linear.add(STATE, MAP, ZEROS, meta(ZEROS)), r"v on meta: must be on k's"),
+    "linear queries of another head size": (
+        lambda: linear.attend(torch.zeros(2, 1, 1, 32), linear.empty_state(2, 32, 64), MAP),
+        r"q \(2, 1, 1, 32\) over s \(2, 32, 64\)",
+    ),
+    "linear map of other streams": (
+        lambda: linear.add(STATE, FeatureMap("anchors", 0.1, torch.zeros(3, 64, 64)), ZEROS, ZEROS),
+        r"projection \(3, 64, 64\): must be \(2, 64, 64\)",
+    ),
+    "linear centre of other streams": (
+        lambda: linear.add(STATE, replace(MAP, centre=torch.zeros(3, 64)), ZEROS, ZEROS),
+        r"centre \(3, 64\): must be \(2, 64\)",
+    ),
+    "linear offset elsewhere": (
+        lambda: linear.attend(ZEROS[:, None], STATE, linear.elu_map(0.1, meta(torch.zeros(2)))),
+        r"log2_offset on meta: must be on state's",
+    ),
+    "linear state in two places": (lambda: replace(STATE, tokens=meta(STATE.tokens)), r"state tokens on meta"),
+    "linear map of no feature": (lambda: linear.favor_map(64, 0, 0.1, seed=0), r"features=0: must be 1"),
+    "linear map of an infinite scale": (lambda: linear.elu_map(math.inf), r"scale=inf: must be a finite"),
+    "linear remove more than held": (
+        lambda: linear.remove(linear.empty_state(2, 64, 64), MAP, ZEROS, ZEROS),
+        r"remove of 16 tokens from stream 0: must be at most the 0",
+    ),
+    "costs of NaN": (lambda: CostModel({"cpu": [math.nan] * len(FEATURES)}), r"'cpu': launch=nan: must be a finite"),
+    "variants of an unknown backend": (lambda: safe_variants("x", 1), r"backend='x': must be one of"),
+    "variants of no thread": (lambda: safe_variants("cpu", 0), r"threads=0: must be 1"),
+    "gemv activations elsewhere": (
+        lambda: gemv_bf16(meta(torch.zeros(1, 8)), torch.zeros(4, 8).bfloat16()),
+        r"linear weight on cpu: must be on x's device, meta",
+    ),
+    "gemv of no input": (lambda: gemv_bf16(torch.zeros(1, 0), torch.zeros(4, 0).bfloat16()), r"\(4, 0\): .*K > 0"),
+    "gemv a weight of one axis": (lambda: gemv_bf16(torch.zeros(1, 8), torch.zeros(8).bfloat16()), r"weight \(8,\)"),
+    "gemv a bias of another shape": (
+        lambda: gemv_bf16(torch.zeros(1, 8), torch.zeros(4, 8).bfloat16(), torch.zeros(1)),
+        r"bias torch.float32 \(1,\): must be float32 \[4\]",
+    ),
+    "gemv an unknown backend": (
+        lambda: gemv_bf16(torch.zeros(20, 8), torch.zeros(4, 8).bfloat16(), backend="x"),
+        r"backend='x': must be 'cpu', 'torch' or None",
+    ),
+    "chunk without a key head": (
+        lambda: chunk(k=torch.zeros(0, 10, 64), v=torch.zeros(0, 10, 64)),
+        r"chunk .*\(0, 10, 64\).*Hk > 0",
+    ),
+    "chunk slopes of another shape": (lambda: chunk(slopes=torch.zeros(3)), r"slopes \(3,\): must be \[Hq\] = \(4,\)"),
+    "chunk of two types": (lambda: chunk(q=torch.zeros(4, 3, 64).bfloat16()), r"q torch.bfloat16.*of one type"),
+    "chunk of integers": (lambda: chunk(**dict.fromkeys("qkv", torch.zeros(2, 3, 64).int())), r"q torch.int32: must"),
+    "chunk a window of 1.5": (lambda: chunk(window_tokens=1.5), r"window_tokens=1.5: must be 0"),
+    "page_mass of no page size": (
+        lambda: page_mass(torch.zeros(4, 3, 64), torch.zeros(4, 3), torch.zeros(2, 10, 64), 0, 0.1),
+        r"page_tokens=0: must be 1",
+    ),
+    "page_mass lse of another shape": (
+        lambda: page_mass(torch.zeros(4, 3, 64), torch.zeros(4, 2), torch.zeros(2, 10, 64), 16, 0.1),
+        r"lse \(4, 2\).*must be \[Hq, T, D\]",
+    ),
 }  # fmt: skip
 
 
@@ -362,6 +461,54 @@ def test_an_infinity_in_a_query_reaches_no_other_row(backend: str) -> None:
     got = replace(case, q=spoiled).run(backend)
     assert torch.equal(got.out[:, [0, 2, 3]], want.out[:, [0, 2, 3]])
     assert not torch.isfinite(got.lse[:, 1]).any()
+
+
+@pytest.mark.parametrize("backend", [*FAST, "reference"])
+def test_an_infinite_logit_makes_its_row_nan_and_no_other(backend: str) -> None:
+    case = make_case(10, ("fp32",), (100, 100))
+    want = case.run(backend, want_mass=True)
+    slot, pool = int(case.table.slot[1, 0]), case.pools[0]
+    first = int(case.table.page[1, 0]) == 100 // 16  # its last slots may be unwritten, its first is
+    keys = views(pool.fmt, pool.slabs[slot // pool.slab_pages])["k"][slot % pool.slab_pages]
+    keys[0, 0 if first else 3] = math.inf
+    case.q[1, :, :, 0] = torch.tensor([1.0, -1.0, 1.0])[:, None]
+    got = case.run(backend, want_mass=True)
+    assert got.mass is not None
+    assert want.mass is not None
+    assert got.out[1, [0, 2]].isnan().all()
+    assert got.lse[1, [0, 2]].isnan().all()
+    assert torch.isfinite(got.lse[1, 1]).all()  # to that row the logit is -inf
+    assert got.mass[1, : int(case.table.count[1])].isnan().all()
+    for a, b in ((got.out, want.out), (got.lse, want.lse), (got.mass, want.mass)):
+        assert torch.equal(a[0], b[0])
+    joined = merge([got, want])
+    assert joined.lse[1, [0, 2]].isnan().all()
+    assert torch.isfinite(joined.lse[0]).all()
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("own", [100, 10_000, 1_000_000])
+def test_alibi_is_exact_however_far_the_listed_keys_are(backend: str, own: int) -> None:
+    case = make_case(11, ("fp32", "bf16"), (64, 4304), group=2)  # the second stream needs two blocks
+    case = replace(case, first_position=i32(own, max(own, 4303)))
+    slopes = torch.tensor([[0.5, 0.0625], [0.0039, 0.01]])
+    got, want = (case.run(name, slopes=slopes, want_mass=True) for name in (backend, "reference"))
+    assert ((got.out - want.out).norm(dim=-1) / want.out.norm(dim=-1)).max() < 1e-5
+    assert ((got.lse - want.lse) / want.lse).abs().max() < 1e-6
+    assert got.mass is not None
+    assert want.mass is not None
+    assert (got.mass - want.mass).abs().max() < 1e-5
+
+
+def test_slopes_of_nan_are_refused_in_debug_mode_and_spoil_their_head_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    slopes = torch.tensor([[0.1, math.nan, 0.1], [0.1, 0.1, 0.1]])
+    for backend in FAST:
+        got = CASE.run(backend, slopes=slopes)
+        assert got.lse[0, 1].isnan().all()
+        assert int(got.lse.isnan().sum()) == CASE.q.shape[2]
+    monkeypatch.setattr(api, "DEBUG", True)
+    with pytest.raises(ValueError, match="slopes with NaN or infinity: must be finite"):
+        attended(slopes=slopes)
 
 
 @pytest.mark.parametrize("backend", FAST)

@@ -341,3 +341,20 @@ def test_bad_linear_arguments_are_named() -> None:
         attend(torch.zeros(2, 1, 1, 24), state, elu_map(SCALE))
     with pytest.raises(ValueError, match="one shape"):
         merge_states(state, empty_state(3, 8, 16))
+
+
+def test_removing_more_than_is_held_changes_nothing_and_no_graph_is_kept() -> None:
+    k, v = tokens_of(12, 2, 5, 16)
+    fmap, state = elu_map(SCALE), empty_state(2, 16, 16)
+    add(state, fmap, k.requires_grad_(), v)
+    assert not state.s.requires_grad
+    assert not merge_states(state, state).s.requires_grad
+    before = [x.clone() for x in (state.s, state.z, state.log2_scale, state.peak, state.tokens)]
+    more = torch.zeros(2, 6, 16)
+    with pytest.raises(ValueError, match="remove of 6 tokens from stream 1: must be at most the 5 it holds"):
+        remove(state, fmap, more, more, torch.tensor([[True] * 5 + [False], [True] * 6]))
+    for old, new in zip(before, (state.s, state.z, state.log2_scale, state.peak, state.tokens), strict=True):
+        assert torch.equal(old, new)
+    remove(state, fmap, k, v)
+    assert not state.tokens.any()
+    assert not state.s.any()

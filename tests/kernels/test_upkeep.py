@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -327,3 +327,28 @@ def test_a_linear_state_that_does_not_fit_is_refused_before_anything_is_written(
     with pytest.raises(ValueError, match=named):
         append(k, k, slot, offset, pool, upkeep, backend)
     assert (whole(pool) == 0xFF).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"projection": torch.zeros(3, 8, 16)}, r"projection \(3, 8, 16\): must be \(2, 8, 16\)"),
+        ({"projection": torch.zeros(8, 24)}, r"projection \(8, 24\)"),
+        ({"centre": torch.zeros(3, 16)}, r"centre \(3, 16\): must be \(2, 16\)"),
+        ({"centre": torch.zeros(2, 16, device="meta")}, r"centre on meta"),
+        ({"log2_offset": torch.zeros(3)}, r"log2_offset \(3,\): must be \(2,\)"),
+    ],
+)
+def test_a_feature_map_of_other_streams_is_refused_before_anything_is_written(
+    change: dict[str, Tensor], named: str, backend: str
+) -> None:
+    pool, k = pool_of("bf16", 2, 16), torch.zeros(2, 3, 16)
+    slot, offset = torch.tensor([[0] * 3, [1] * 3], dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    fmap = replace(linear_attention.favor_map(16, 8, 0.25, seed=0), **change)
+    state = linear_attention.empty_state(2, 8, 16)
+    upkeep = Upkeep(torch.zeros(3, dtype=torch.int32), linear=state, feature_map=fmap)
+    with pytest.raises(ValueError, match=named):
+        append(k, k, slot, offset, pool, upkeep, backend)
+    assert (whole(pool) == 0xFF).all()
+    assert not state.tokens.any()
