@@ -101,9 +101,9 @@ def attend(
         `Partial`; out 0 and lse -inf for a row that sees nothing.
 
     Raises:
-        ValueError: types, devices or shapes that don't match, a negative number, an unknown backend; with
-            TESTBED_DEBUG=1 also a table entry outside its pool, a slope that isn't finite and a negative window of one
-            stream (which otherwise hides all but the sinks).
+        ValueError: types, devices or shapes that don't match, a negative number, an unknown backend, and
+            (natively always, elsewhere with TESTBED_DEBUG=1) a table entry outside its pool; with TESTBED_DEBUG=1 also
+            a slope that isn't finite and a negative window of one stream (which otherwise hides all but the sinks).
     """
     options = Options(scale, window_tokens, sink_tokens, slopes, want_mass, schedule)
     _check(q, table, pools, first_position, options)

@@ -54,9 +54,9 @@ class Pool:
 
     @cached_property
     def native(self) -> tuple[int, ...]:
-        """The pool as native code reads it: format, rows, pages a slab, address of `slab_pointers`, page bytes."""
+        """The pool as native code reads it: format, rows, pages a slab, slabs' addresses, page bytes, pages."""
         fmt = self.fmt
-        return fmt.format_id, fmt.rows, self.slab_pages, self.slab_pointers.data_ptr(), fmt.page_bytes
+        return fmt.format_id, fmt.rows, self.slab_pages, self.slab_pointers.data_ptr(), fmt.page_bytes, self.pages
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SOURCE_IDS = {dtype: FORMAT_IDS[name] for name, dtype in FLOAT_DTYPES.items()}
 EIGHT = ctypes.c_int64 * 8
-SIZES = ctypes.c_int64 * 16
+SIZES = ctypes.c_int64 * 17
 POINTERS = ctypes.c_void_p * 11
 
 
@@ -33,7 +33,7 @@ def attend(
     """As `kernels.api.attend`.
 
     Raises:
-        ValueError: the table lists pages of a pool that has none.
+        ValueError: the table lists what is not there.
         MemoryError: no room for the splits' results.
     """
     streams, group, tokens, head_dim = q.shape
@@ -58,17 +58,19 @@ def attend(
         schedule.item_splits,
         half,
         dtype == torch.bfloat16,
+        len(pools),
     )
     tensors = (q, pool, slot, page, count, first, windows, slopes, out, lse, mass)
     described = [number for source in pools for number in source.native]
-    if not all(described[2::5]):  # pages a slab
-        _refuse_empty(table, pools)
-    library().testbed_attend(
+    faulty = library().testbed_attend(
         SIZES(*sizes),
         POINTERS(*(None if x is None else x.data_ptr() for x in tensors)),
         (ctypes.c_int64 * len(described))(*described),
         options.scale,
     )
+    if faulty:
+        _refuse_empty(table, pools)
+        table.check(pools)
     return Partial(out, lse, mass)
 
 

@@ -11,7 +11,7 @@ constexpr int kColumns = 256;  // scores of a block: small enough that its pages
 const float kInf = __builtin_inff();
 
 struct PoolArg {
-  int64_t format, rows, slab_pages, slabs, bytes;
+  int64_t format, rows, slab_pages, slabs, bytes, pages;
 };
 
 struct Args {
@@ -23,6 +23,7 @@ struct Args {
   const int32_t *count, *first, *windows;  // windows: [S] or null
   int64_t window;                          // of every stream where windows is null
   const PoolArg* pools;
+  int64_t pool_count;
   float scale;
   int64_t sinks;
   const float* slopes;  // [S, G] or null

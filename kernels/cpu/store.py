@@ -43,7 +43,6 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
         offset.data_ptr(),
         table_slot.stride(0),
         *pool.native,
-        pool.pages,
         *extra,
         torch.get_num_threads() if k.numel() >= THREADED_ELEMENTS else 1,
     )
@@ -72,7 +71,7 @@ def _upkeep(upkeep: Upkeep | None) -> tuple[tuple[int, ...], list[Tensor]]:
         if target is None or slot is None:
             numbers += NO_COPIES
         else:
-            numbers += (address(slot), slot.shape[1], *target.native, target.pages)
+            numbers += (address(slot), slot.shape[1], *target.native)
     return numbers, held
 
 

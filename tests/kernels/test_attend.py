@@ -312,6 +312,17 @@ def test_split_tokens_change_no_more_than_rounding(split_tokens: int) -> None:
     assert not torch.equal(got.out, case.run("cpu").out)
 
 
+@pytest.mark.parametrize(
+    ("column", "value"), [("pool", 2), ("pool", -1), ("slot", 10**6), ("slot", -1), ("count", 5000), ("count", -3)]
+)
+def test_the_native_backend_reads_nothing_that_is_not_there(column: str, value: int) -> None:
+    case = make_case(16, ("fp32", "int8"), (40, 70))
+    wrong = getattr(case.table, column).clone()
+    wrong[1] = value
+    with pytest.raises(ValueError, match=rf"table\.{column}={value} of stream 1, entry 0: must be 0 to"):
+        replace(case, table=replace(case.table, **{column: wrong})).run("cpu")
+
+
 def test_bad_arguments_are_named() -> None:
     case = make_case(14, ("fp32",), (20,))
     with pytest.raises(ValueError, match="backend='gpu'.*cpu, triton, torch, reference"):
