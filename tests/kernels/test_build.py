@@ -67,6 +67,7 @@ def test_without_a_compiler_torch_serves_and_says_so(tmp_path: Path) -> None:
     code = """
 from kernels.api import choose_backend
 print(choose_backend(None))
+assert choose_backend() == choose_backend(None, "cpu") == choose_backend(name=None, device="cpu")  # one notice
 try:
     choose_backend("cpu")
 except RuntimeError as error:
