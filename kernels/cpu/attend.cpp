@@ -236,7 +236,8 @@ extern "C" {
 // half, bf16, pools; pointers: q, table's pool, slot, page, count, first_position, windows, slopes, out, lse, mass, of which
 // windows, slopes and mass may be null. Returns 0, 1 for
 // a table that points outside the pools, or a code of guard.h.
-int64_t testbed_attend(const int64_t* sizes, const void* const* pointers, const testbed::PoolArg* pools, float scale) {
+int64_t testbed_attend(const int64_t* sizes, const void* const* pointers, const testbed::PoolArg* pools,
+                       float scale) {
   testbed::Args a{};
   a.S = sizes[0], a.G = sizes[1], a.T = sizes[2], a.D = sizes[3], a.N = sizes[4], a.P = sizes[5];
   a.pool_stride = sizes[6], a.slot_stride = sizes[7], a.page_stride = sizes[8];

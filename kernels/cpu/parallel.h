@@ -1,8 +1,8 @@
 // Work items over a few sleeping threads of our own. No OpenMP: a second runtime beside torch's would fight it for the
 // cores, and joining torch's own means its barrier, which waits for every thread even when the work is done; on a busy
 // machine that is a scheduler's time slice a call. Here the caller works too, a thread that wakes late finds nothing
-// left, and only threads that are in the middle of an item are waited for. A forked child, which has none of the threads
-// and finds the locks as they happened to be, gets a crew of its own.
+// left, and only threads that are in the middle of an item are waited for. A forked child, which has none of the
+// threads and finds the locks as they happened to be, gets a crew of its own.
 #pragma once
 #include <pthread.h>
 
