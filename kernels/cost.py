@@ -175,8 +175,10 @@ class CostModel:
         aside.replace(path)
 
 
-def safe_variants(backend: str, threads: int) -> list[Variant]:
+def safe_variants(backend: str, threads: int, half: bool = False) -> list[Variant]:
     """Variants that agree in every bit: threads and how many splits one takes at a time; the safest guess first.
+
+    With `half` (queries of 16 bits) all take the arithmetic that "auto" stands for then.
 
     Raises:
         ValueError: an unknown backend, threads < 1.
@@ -186,7 +188,9 @@ def safe_variants(backend: str, threads: int) -> list[Variant]:
     check_int("threads", threads, 1)
     counts = (threads, 1) if threads > 1 and backend == "cpu" else (threads,)
     takes = (1, 4) if backend == "cpu" else (1,)
-    return [Variant(backend, Schedule(threads=n, item_splits=k)) for n in counts for k in takes if n > 1 or k == 1]
+    name = "half" if half else "float32"
+    cuts = [(n, k) for n in counts for k in takes if n > 1 or k == 1]
+    return [Variant(backend, Schedule(name, threads=n, item_splits=k)) for n, k in cuts]
 
 
 def all_variants(backend: str, threads: int, half: bool) -> list[Variant]:

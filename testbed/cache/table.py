@@ -53,7 +53,7 @@ class Tables:
         """How to attend a layer for queries like q; chosen once a plan and kept, since it counts the layer's pages."""
         key = (layer, q.shape[2], q.dtype)
         if key not in self._chosen:
-            offered = safe_variants(backend, torch.get_num_threads())
+            offered = safe_variants(backend, torch.get_num_threads(), q.dtype != torch.float32)
             one = len(offered) == 1
             self._chosen[key] = offered[0] if one else costs.choose(Load.of(q, self.layers[layer], self.pools), offered)
         return self._chosen[key]

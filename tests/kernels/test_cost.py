@@ -82,7 +82,7 @@ def test_a_fit_finds_what_times_were_made_from(seed: int) -> None:
 def test_regret_is_time_of_the_choice_over_the_fastest() -> None:
     case = grid_case((3, 3, 64), 64, "elastic", 1, False, True)
     variants = safe_variants("cpu", 2)
-    likes_threads = CostModel({"cpu-auto": (0.0, *[1.0] * (len(FEATURES) - 1))})
+    likes_threads = CostModel({"cpu-float32": (0.0, *[1.0] * (len(FEATURES) - 1))})
     chosen = likes_threads.choose(case.load, variants)
     times = [10.0 + 5 * (v == chosen) for v in variants]
     (found,) = regrets(likes_threads, [case], variants, [times])
@@ -131,14 +131,20 @@ def test_the_grid_has_all_kinds_and_both_shapes() -> None:
 
 
 def test_a_model_survives_its_file(tmp_path: Path) -> None:
-    model = CostModel({"cpu-auto": tuple(float(i) for i in range(len(FEATURES)))}, {"machine": "x"})
+    model = CostModel({"cpu-float32": tuple(float(i) for i in range(len(FEATURES)))}, {"machine": "x"})
     model.write(tmp_path / "deep" / "costs.json")
     assert CostModel.read(tmp_path / "deep" / "costs.json") == model
 
 
+def test_the_model_that_comes_along_knows_what_the_engine_offers() -> None:
+    model = CostModel.read()
+    for half in (False, True):
+        assert all(model.predict_us(replace(LOAD, half=half), v) > 0 for v in safe_variants("cpu", 2, half))
+
+
 def test_bad_models_and_calls_are_refused() -> None:
-    with pytest.raises(ValueError, match="coefficients of 'cpu-auto': must be 11 numbers, are 2"):
-        CostModel({"cpu-auto": (1.0, 2.0)})
+    with pytest.raises(ValueError, match="coefficients of 'cpu-float32': must be 11 numbers, are 2"):
+        CostModel({"cpu-float32": (1.0, 2.0)})
     with pytest.raises(ValueError, match="choose among 0 variants"):
         CostModel({}).choose(LOAD, [])
     case = make_case(6, ("fp32",), (20,))
