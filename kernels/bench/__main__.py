@@ -27,6 +27,7 @@ import torch
 from kernels.bench.cases import CASES, TINY, Bench, Sizes
 from kernels.bench.record import Record, Row, environment, gpu_environment, table
 from kernels.bench.stages import STAGES
+from kernels.pages import PAGE_TOKENS
 
 OUTPUTS = Path("outputs")
 PUBLISHED = Path("experiments/kernels")
@@ -55,7 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             record.environment |= gpu_environment()
         return gpu.run(record, cases, dry_run)
     record = _record(given, cases, threads, given.dry_run, environment()["cpu"] or "unknown")
-    return run_cpu(record, cases, Bench(TINY if given.dry_run else Sizes(), threads))
+    sizes = TINY if given.dry_run else Sizes()
+    if given.page_tokens:
+        sizes = replace(sizes, page_tokens=(given.page_tokens,))
+    return run_cpu(record, cases, Bench(sizes, threads))
 
 
 def run_cpu(record: Record, cases: Sequence[str], bench: Bench) -> int:
@@ -107,6 +111,7 @@ def _record(
         "dry_run": dry_run,
         "cases": list(cases),
         "threads": list(threads),
+        "page_tokens": given.page_tokens,
     }
     return Record(path, settings)
 
@@ -129,6 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", default="1,2", help="CPU: numbers of threads, timed one after the other")
     parser.add_argument("--cases", default="", help="some of the cases (CPU) or stages (GPU), with commas between")
+    parser.add_argument(
+        "--page-tokens", type=int, choices=PAGE_TOKENS, help="CPU: pages of this size in every case; by default of 16"
+    )
     parser.add_argument("--dry-run", action="store_true", help="tiny shapes: shows that everything runs, times nothing")
     parser.add_argument("--out", type=Path, help="the record; by default dated, in outputs/ or experiments/kernels/")
     parser.add_argument("--stage-file", type=Path, help=argparse.SUPPRESS)
