@@ -106,6 +106,18 @@ def attend(
             a slope that isn't finite and a negative window of one stream (which otherwise hides all but the sinks).
     """
     options = Options(scale, window_tokens, sink_tokens, slopes, want_mass, schedule)
+    return attend_with(options, q, table, pools, first_position, backend)
+
+
+def attend_with(
+    options: Options,
+    q: Tensor,
+    table: PageTable,
+    pools: Sequence[Pool],
+    first_position: Tensor,
+    backend: str | None = None,
+) -> Partial:
+    """`attend` with its options in one piece, for callers that pass them on."""
     _check(q, table, pools, first_position, options)
     name = choose_backend(backend, q.device.type)
     if name == "cpu" and q.device.type == "cpu" and q.shape[3] <= NATIVE_MAX_DIM:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kernels.api import BACKENDS, Options, PageTable, Pool, Schedule, attend
+from kernels.api import BACKENDS, Options, PageTable, Pool, Schedule, attend_with
 from kernels.guards import check_int, check_real
 from kernels.state import Partial, merge
 
@@ -56,7 +56,7 @@ class Load:
     def of(q: Tensor, table: PageTable, pools: Sequence[Pool]) -> Load:
         """Counts a call; waits for the device, so it belongs to planning, not to the step."""
         kind_of = torch.tensor([_kind(pool) for pool in pools] or [0], device=table.pool.device)
-        inside = torch.arange(table.pool.shape[1], device=table.pool.device) < table.count[:, None]
+        inside = table.listed()
         kinds = kind_of[torch.where(inside, table.pool, 0).long()]
         counts = torch.bincount(kinds[inside], minlength=len(KINDS)).tolist()
         page_bytes = {KINDS[_kind(pool)]: pool.fmt.page_bytes for pool in pools}
@@ -195,21 +195,15 @@ def safe_variants(backend: str, threads: int, half: bool = False) -> list[Varian
 
 def all_variants(backend: str, threads: int, half: bool) -> list[Variant]:
     """Every variant within the error bounds of the queries' dtype."""
-    arithmetics = ("float32", "half") if half else ("float32",)
-    out = []
-    for variant in safe_variants(backend, threads):
-        s = variant.schedule
-        for arithmetic in arithmetics:
-            cut = Schedule(arithmetic, s.split_tokens, s.threads, s.item_splits)
-            out += [Variant(backend, cut, fused) for fused in (True, False)]
-    return out
+    cuts = [each for wide in sorted({False, half}) for each in safe_variants(backend, threads, wide)]
+    return [replace(each, fused=fused) for each in cuts for fused in (True, False)]
 
 
 @cache
 def local_model() -> CostModel:
     """The coefficients fitted on this machine (`python -m kernels.fit`), else those that come with the package."""
     path = local_path()
-    return CostModel.read(path if path.exists() else DEFAULTS) if path.exists() or DEFAULTS.exists() else CostModel({})
+    return CostModel.read(path if path.exists() else DEFAULTS)
 
 
 def local_path() -> Path:
@@ -247,35 +241,15 @@ def run(
     if options.want_mass and not variant.fused:
         raise ValueError("variant.fused=False: must be True where page mass is wanted")
     tables = [table] if variant.fused else split_by_kind(table, pools) if parts is None else parts
-    return merge_or_only(
-        [
-            attend(
-                q,
-                part,
-                pools,
-                first_position,
-                scale=options.scale,
-                window_tokens=options.window_tokens,
-                sink_tokens=options.sink_tokens,
-                slopes=options.slopes,
-                want_mass=options.want_mass,
-                schedule=variant.schedule,
-                backend=variant.backend,
-            )
-            for part in tables
-        ]
-    )
-
-
-def merge_or_only(parts: Sequence[Partial]) -> Partial:
-    """The only part as it is, mass included, or the merge of several."""
-    return parts[0] if len(parts) == 1 else merge(parts)
+    options = replace(options, schedule=variant.schedule)
+    done = [attend_with(options, q, part, pools, first_position, variant.backend) for part in tables]
+    return done[0] if len(done) == 1 else merge(done)  # a merge would drop the mass
 
 
 def split_by_kind(table: PageTable, pools: Sequence[Pool]) -> tuple[PageTable, PageTable]:
     """The table's entries of tokens, and those of prototypes; belongs to planning."""
     proto = torch.tensor([pool.fmt.name == "proto" for pool in pools] or [False], device=table.pool.device)
-    inside = torch.arange(table.pool.shape[1], device=table.pool.device) < table.count[:, None]
+    inside = table.listed()
     approximate = proto[torch.where(inside, table.pool, 0).long()] & inside
     return _only(table, inside & ~approximate), _only(table, approximate)
 

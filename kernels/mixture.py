@@ -76,7 +76,7 @@ def attend_mixture(
     if alone:
         pages = _attend_rows(q, table, pools, first_position, options, backend)
     else:
-        pages = _attend(q, table, pools, first_position, options, backend)
+        pages = api.attend_with(options, q, table, pools, first_position, backend)
     whole = merge([pages, *extra])
     if pages.mass is None:
         return whole
@@ -93,9 +93,8 @@ def check_once(table: PageTable, background_pools: Collection[int] = ()) -> None
     Raises:
         ValueError: naming the stream and the page.
     """
-    width = table.page.shape[1]
-    column = torch.arange(width, device=table.page.device)
-    listed = column < table.count[:, None]
+    column = torch.arange(table.page.shape[1], device=table.page.device)
+    listed = table.listed()
     for pool in background_pools:
         listed &= table.pool != pool
     page = torch.where(listed, table.page.long(), -1 - column).sort(1).values
@@ -103,29 +102,6 @@ def check_once(table: PageTable, background_pools: Collection[int] = ()) -> None
     if bool(twice.any()):
         s, n = (int(x) for x in twice.nonzero()[0])
         raise ValueError(f"table.page={int(page[s, n])} of stream {s} is listed twice: a page must count once")
-
-
-def _attend(
-    q: Tensor,
-    table: PageTable,
-    pools: Sequence[Pool],
-    first_position: Tensor,
-    options: api.Options,
-    backend: str | None,
-) -> Partial:
-    return api.attend(
-        q,
-        table,
-        pools,
-        first_position,
-        scale=options.scale,
-        window_tokens=options.window_tokens,
-        sink_tokens=options.sink_tokens,
-        slopes=options.slopes,
-        want_mass=options.want_mass,
-        schedule=options.schedule,
-        backend=backend,
-    )
 
 
 def _attend_rows(
@@ -136,7 +112,7 @@ def _attend_rows(
     options: api.Options,
     backend: str | None,
 ) -> Partial:
-    """As `_attend`, with mass [S * G * T, N] of each row."""
+    """As `kernels.api.attend_with`, with mass [S * G * T, N] of each row."""
     streams, group, tokens, head_dim = q.shape
     each = group * tokens
     columns = (table.pool, table.slot, table.page, table.count)
@@ -149,7 +125,7 @@ def _attend_rows(
         window_tokens=window.repeat_interleave(each) if isinstance(window, Tensor) else window,
         slopes=None if slopes is None else slopes[..., None].expand(-1, -1, tokens).reshape(-1, 1),
     )
-    part = _attend(q.reshape(-1, 1, 1, head_dim), own, pools, position, options, backend)
+    part = api.attend_with(options, q.reshape(-1, 1, 1, head_dim), own, pools, position, backend)
     return Partial(part.out.view(q.shape), part.lse.view(q.shape[:3]), part.mass)
 
 

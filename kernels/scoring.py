@@ -68,20 +68,7 @@ def query_bound(
         ValueError: types, devices or shapes that don't match, a count outside 0 to N (on a device only in debug mode).
     """
     _check_pages("query_bound", q, count, lowest=lowest, highest=highest)
-    name = choose_backend(backend, q.device.type)
-    if name == "cpu" and q.device.type == "cpu":
-        from kernels.cpu.store import page_scores
-
-        return page_scores(q, highest, lowest, count)
-    if name == "triton":
-        from kernels.gpu.score import page_scores as launch
-
-        _check_range("count", count, lowest.shape[1])
-        return launch(q, highest, lowest, count)
-    dtype = torch.float64 if name == "reference" else torch.float32
-    rows = q.to(dtype).flatten(1, 2)
-    signed = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], 2)
-    return _best_row(signed @ torch.cat([highest.to(dtype), lowest.to(dtype)], 2).transpose(1, 2), count)
+    return _page_scores(q, highest, lowest, count, backend)
 
 
 def mean_key_score(q: Tensor, mean_k: Tensor, count: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -100,18 +87,29 @@ def mean_key_score(q: Tensor, mean_k: Tensor, count: Tensor | None = None, backe
         ValueError: as `query_bound`.
     """
     _check_pages("mean_key_score", q, count, mean_k=mean_k)
+    return _page_scores(q, mean_k, None, count, backend)
+
+
+def _page_scores(
+    q: Tensor, highest: Tensor, lowest: Tensor | None, count: Tensor | None, backend: str | None
+) -> Tensor:
+    """The best row's q . highest, of q's positive channels alone where there is a `lowest` for the negative ones."""
     name = choose_backend(backend, q.device.type)
     if name == "cpu" and q.device.type == "cpu":
         from kernels.cpu.store import page_scores
 
-        return page_scores(q, mean_k, None, count)
+        return page_scores(q, highest, lowest, count)
     if name == "triton":
         from kernels.gpu.score import page_scores as launch
 
-        _check_range("count", count, mean_k.shape[1])
-        return launch(q, mean_k, None, count)
+        _check_range("count", count, highest.shape[1])
+        return launch(q, highest, lowest, count)
     dtype = torch.float64 if name == "reference" else torch.float32
-    return _best_row(q.to(dtype).flatten(1, 2) @ mean_k.to(dtype).transpose(1, 2), count)
+    rows, keys = q.to(dtype).flatten(1, 2), highest.to(dtype)
+    if lowest is not None:
+        rows = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], 2)
+        keys = torch.cat([keys, lowest.to(dtype)], 2)
+    return _best_row(rows @ keys.transpose(1, 2), count)
 
 
 def _best_row(score: Tensor, count: Tensor | None) -> Tensor:

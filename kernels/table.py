@@ -89,6 +89,10 @@ class PageTable:
             if device != self.pool.device:
                 raise ValueError(f"table.{key} on {device}: must be on table.pool's device, {self.pool.device}")
 
+    def listed(self) -> Tensor:
+        """[S, N] bool: the entries that count."""
+        return torch.arange(self.pool.shape[1], device=self.pool.device) < self.count[:, None]
+
     def check(self, pools: Sequence[Pool]) -> None:
         """Refuses entries that point outside the pools; costs a pass over the table, so only in debug mode.
 
@@ -96,7 +100,7 @@ class PageTable:
             ValueError: naming the stream, the entry and what is allowed.
         """
         width = self.pool.shape[1]
-        inside = torch.arange(width, device=self.pool.device) < self.count[:, None]
+        inside = self.listed()
         held = torch.tensor([pool.pages for pool in pools] or [0], device=self.pool.device)
         known = (self.pool >= 0) & (self.pool < len(pools))
         most = held[torch.where(known, self.pool, 0).long()]
@@ -111,5 +115,8 @@ class PageTable:
             if bool(bad.any()):
                 s, n = (int(x) for x in bad.nonzero()[0])
                 value = int(self.count[s]) if key == "count" else int(getattr(self, key)[s, n])
+                if key == "slot" and not int(most[s, n]):
+                    number = int(self.pool[s, n])
+                    raise ValueError(f"table lists pages of pool {number} ({pools[number].fmt.name}), which holds none")
                 limit = f"0 to {int(most[s, n]) - 1}" if key == "slot" else allowed[key]
                 raise ValueError(f"table.{key}={value} of stream {s}, entry {n}: must be {limit}")

@@ -69,17 +69,8 @@ def attend(
         options.scale,
     )
     if faulty:
-        _refuse_empty(table, pools)
         table.check(pools)
     return Partial(out, lse, mass)
-
-
-def _refuse_empty(table: PageTable, pools: Sequence[Pool]) -> None:
-    """Refuses a table that lists pages of a pool that has none."""
-    inside = torch.arange(table.pool.shape[1]) < table.count[:, None]
-    for number, source in enumerate(pools):
-        if not source.pages and bool((inside & (table.pool == number)).any()):
-            raise ValueError(f"table lists pages of pool {number} ({source.fmt.name}), which holds none")
 
 
 def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:

@@ -285,7 +285,9 @@ def _describe(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor]:
             raise ValueError(f"slabs of pool {index}: must be aligned to {ADDRESS_ALIGN_BYTES} bytes")
         facts.append([kind + 8 * rows, max(slab_pages, 1), len(addresses), page_bytes])
         addresses.extend(slabs)
-    return tuple(torch.tensor(x, dtype=torch.int64, device=device) for x in (facts, addresses))  # type: ignore[return-value]
+    return torch.tensor(facts, dtype=torch.int64, device=device), torch.tensor(
+        addresses, dtype=torch.int64, device=device
+    )
 
 
 _SORT_TYPES = {
