@@ -81,6 +81,28 @@ def make_case(
     return Case(q, table, pools, first, lengths)
 
 
+def any_case(
+    seed: int,
+    names: list[str],
+    lengths: list[int],
+    windows: list[int],
+    sink_tokens: int,
+    alibi: bool,
+    *,
+    tokens: int,
+    group: int,
+    **shape: int,
+) -> tuple[Case, dict[str, object]]:
+    """What hypothesis drew as a case with an fp32 pool, and the options of its call; one window is that of all."""
+    held = tuple(n if n == 0 else max(n, tokens) for n in lengths)
+    formats = ("fp32", *(n for n in names if n != "fp32"))
+    case = make_case(seed, formats, held, tokens=tokens, group=group, **shape)
+    slopes = torch.linspace(0.01, 0.5, len(held) * group).view(len(held), group) if alibi else None
+    each = torch.tensor((windows * len(held))[: len(held)], dtype=torch.int32)
+    window = windows[0] if len(windows) == 1 else each
+    return case, {"window_tokens": window, "sink_tokens": sink_tokens, "slopes": slopes}
+
+
 def _write(store: Tensor, fmt: PageFormat, slot: int, tokens: int, rng: torch.Generator) -> None:
     channels = 1 + 4 * (torch.rand(fmt.head_dim, generator=rng) < 0.1)  # a few loud channels, as real keys have
     k = torch.randn(fmt.page_tokens, fmt.head_dim, generator=rng) * channels

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_case import Case, make_case, with_formats_poisoned
+from paged_case import Case, any_case, make_case, with_formats_poisoned
 
 from kernels.api import PageTable, Pool, Schedule, attend, choose_backend
 from kernels.pages import encode, page_format
@@ -77,13 +77,9 @@ def test_any_case_matches_the_oracle(
     sink_tokens: int,
     alibi: bool,
 ) -> None:
-    held = tuple(n if n == 0 else max(n, tokens) for n in lengths)
-    formats = ("fp32", *(n for n in names if n != "fp32"))
-    case = make_case(seed, formats, held, head_dim, page_tokens, group, tokens, slabs, groups)
-    slopes = torch.linspace(0.01, 0.5, len(held) * group).view(len(held), group) if alibi else None
-    each = torch.tensor((windows * len(held))[: len(held)], dtype=torch.int32)  # one for all, or one a stream
-    window = windows[0] if len(windows) == 1 else each
-    options = {"window_tokens": window, "sink_tokens": sink_tokens, "slopes": slopes, "want_mass": True}
+    shape = {"head_dim": head_dim, "page_tokens": page_tokens, "slabs": slabs, "groups": groups}
+    case, options = any_case(seed, names, lengths, windows, sink_tokens, alibi, tokens=tokens, group=group, **shape)
+    options["want_mass"] = True
     want = case.run("reference", **options)
     for backend in FAST:
         assert_close(case.run(backend, **options), want)
