@@ -67,13 +67,54 @@ class PolicyError(ValueError):
     """A policy or one of its parts was given something it can't work with."""
 
 
+class Role(IntEnum):
+    """What the tokens of a page are in the conversation; a page of several roles has the lowest of them."""
+
+    SYSTEM = 0
+    TOOL = 1  # what tools are there and how they are called
+    DOCUMENT = 2  # what is asked about
+    USER = 3
+    GENERATED = 4
+
+
+@dataclass(frozen=True)
+class PoolLayout:
+    """How the streams share the device pools, so that pages that live and leave together lie together.
+
+    Attributes:
+        arena: [L, Hk] int8, the arena of each stream, 0 to len(block_pages) - 1.
+        block_pages: pages that an arena grows by at a time, a multiple of the cache's slab.
+    """
+
+    arena: Tensor
+    block_pages: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        """Refuses what no pool could be built from."""
+        if not self.block_pages or any(pages < 1 for pages in self.block_pages):
+            raise PolicyError(f"pools.block_pages={self.block_pages}: must be one whole number of at least 1 per arena")
+        if self.arena.dim() != 2 or self.arena.dtype != torch.int8:
+            raise PolicyError(f"pools.arena: must be [L, Hk] int8, got {list(self.arena.shape)} {self.arena.dtype}")
+        if self.arena.numel() and not 0 <= int(self.arena.min()) <= int(self.arena.max()) < len(self.block_pages):
+            raise PolicyError(f"pools.arena: must be 0 to {len(self.block_pages) - 1}, one of {self.block_pages}")
+
+
 @dataclass(frozen=True)
 class Plan:
-    """mode, format, tier: [L, Hk, N] int8, values of `Mode`, `Format`, `Tier`."""
+    """What the pages are from now on.
+
+    Attributes:
+        mode, format, tier: [L, Hk, N] int8, values of `Mode`, `Format`, `Tier`.
+        score: [L, Hk, N] float32, the predictor's, kept with the pages; decides who leaves a tier that overflows
+            after all. None = nobody scored (a dense plan).
+        pools: how the streams should share the device pools; None = as the cache likes.
+    """
 
     mode: Tensor
     format: Tensor
     tier: Tensor
+    score: Tensor | None = None
+    pools: PoolLayout | None = None
 
     @staticmethod
     def dense(layers: int, kv_heads: int, pages: int, device: torch.device | str = "cpu") -> Plan:
@@ -117,6 +158,7 @@ class Signals:
         held: the plan in force, with new pages as dense; a page DROPPED there stays dropped.
         page_bytes: what pages cost.
         device_budget_bytes: most bytes all streams together may hold in L0 and L1, or None.
+        host_budget_bytes, archive_budget_bytes: the same of L2 and of L3; None = no limit, 0 = no such tier.
         classes: [L, Hk] int8 of `Head`, what the policy's classifier said for this sequence.
         values: the named signals that the parts declared in `needs`, each [L, Hk, N] unless its YAML says otherwise.
         seed: for parts that draw.
@@ -133,6 +175,8 @@ class Signals:
     classes: Tensor | None = None
     values: Mapping[str, Tensor] = field(default_factory=dict)
     seed: int = 0
+    host_budget_bytes: int | None = None
+    archive_budget_bytes: int | None = None
 
     @property
     def shape(self) -> tuple[int, int, int]:
