@@ -1,0 +1,1 @@
+"""Benchmarks of the testbed itself: `python -m testbed.bench` (see `__main__.py`); a case is one file with `run`."""
