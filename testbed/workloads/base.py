@@ -25,6 +25,26 @@ class WorkloadError(ValueError):
 
 
 @dataclass(frozen=True)
+class Turn:
+    """What was said between the context and the question.
+
+    Attributes:
+        tokens: what was said.
+        role: code of `policies.base.Role`: a user's turn, a tool's result, an answer given.
+        pause: whether the session lies idle afterwards, so that its memory is wanted for others.
+    """
+
+    tokens: list[int]
+    role: int
+    pause: bool = False
+
+    def __post_init__(self) -> None:
+        """A turn of nothing is refused."""
+        if not self.tokens:
+            raise WorkloadError("a turn without tokens: leave it out")
+
+
+@dataclass(frozen=True)
 class Sample:
     """One question about one context.
 
@@ -38,6 +58,7 @@ class Sample:
         continuation_tokens: text run token by token for KL and top-1 agreement; for tasks, the right answer.
         meta: plain JSON values for the record (length, depth, needle position, ...).
         roles: role code of every context token, or None.
+        history: turns taken after the context and before the question, in order.
     """
 
     id: str
@@ -48,6 +69,7 @@ class Sample:
     continuation_tokens: list[int] = field(default_factory=list)
     meta: Mapping[str, Any] = field(default_factory=dict)
     roles: list[int] | None = None
+    history: tuple[Turn, ...] = ()
 
     def __post_init__(self) -> None:
         """An empty context or roles of another length are refused."""
@@ -57,6 +79,11 @@ class Sample:
             raise WorkloadError(
                 f"sample {self.id!r}: {len(self.roles)} roles for {len(self.context_tokens)} context tokens"
             )
+
+    @property
+    def history_tokens(self) -> int:
+        """Tokens of the turns before the question."""
+        return sum(len(turn.tokens) for turn in self.history)
 
 
 @runtime_checkable

@@ -142,8 +142,7 @@ class Needle:
 
     def score(self, answer_text: str, sample: Sample) -> float:
         """1.0 if the first number of seven digits or more is the right one, whatever surrounds it."""
-        found = re.search(r"\d{7,}", answer_text.replace(",", ""))
-        return float(found is not None and found.group() == sample.answer)
+        return number_score(answer_text, sample.answer)
 
     def _context(
         self,
@@ -185,6 +184,12 @@ class Needle:
                     "key": keys[at],
                 },
             )
+
+
+def number_score(answer_text: str, right: str) -> float:
+    """1.0 if the first number of seven digits or more is the right one, whatever surrounds it."""
+    found = re.search(r"\d{7,}", answer_text.replace(",", ""))
+    return float(found is not None and found.group() == right)
 
 
 def insert(

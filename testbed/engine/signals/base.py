@@ -14,6 +14,9 @@ from torch import Tensor
 
 from testbed.models.base import Geometry
 
+State = Tensor | int | float
+"""What a source can save."""
+
 
 class SignalError(ValueError):
     """A signal that can't be computed."""
@@ -116,6 +119,10 @@ class SignalSource(PrefillWatcher, Protocol):
         """Sees the context's tokens, then each generated one."""
         ...
 
+    def watch_roles(self, roles: Tensor) -> None:
+        """Sees the role of each token that `watch_tokens` is about to be shown: [T] int8 of `Role`, -1 = unknown."""
+        ...
+
     def watch_turn(self, tokens: Tensor) -> None:
         """Sees the tokens of a turn before they are run."""
         ...
@@ -132,9 +139,17 @@ class SignalSource(PrefillWatcher, Protocol):
         """An independent copy."""
         ...
 
+    def state(self) -> dict[str, State]:
+        """All that was learnt so far, for a saved session; a name may hold dots."""
+        ...
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        """Takes over what `state` of a source built in the same way gave."""
+        ...
+
 
 class Source:
-    """Defaults: watch nothing, want nothing."""
+    """Defaults: watch nothing, want nothing, save whatever attributes hold."""
 
     wants_mass = False
     wants_queries = False
@@ -144,6 +159,9 @@ class Source:
         """Nothing."""
 
     def watch_tokens(self, tokens: Tensor) -> None:
+        """Nothing."""
+
+    def watch_roles(self, roles: Tensor) -> None:
         """Nothing."""
 
     def watch_turn(self, tokens: Tensor) -> None:
@@ -157,6 +175,38 @@ class Source:
         import copy
 
         return copy.copy(self)
+
+    def state(self) -> dict[str, State]:
+        """Attributes that are tensors, numbers, lists of tensors or sources; texts and None go without saying.
+
+        Raises:
+            SignalError: an attribute of another kind, which a source must save itself.
+        """
+        out: dict[str, State] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, State):
+                out[name] = value
+            elif isinstance(value, Source):
+                out |= {f"{name}.{inner}": each for inner, each in value.state().items()}
+            elif isinstance(value, list) and all(isinstance(each, Tensor) for each in value):
+                out |= {f"{name}.{index}": each for index, each in enumerate(value)}
+            elif value is not None and not isinstance(value, str):
+                what = f"{type(self).__name__}.{name} is a {type(value).__name__}"
+                raise SignalError(f"{what}: override `state` and `restore` to save it")
+        return out
+
+    def restore(self, state: Mapping[str, State]) -> None:
+        """Sets every attribute as it was; one that `state` does not name was None or an empty list."""
+        for name, value in list(vars(self).items()):
+            inner = {key[len(name) + 1 :]: each for key, each in state.items() if key.startswith(f"{name}.")}
+            if name in state:
+                setattr(self, name, state[name])
+            elif isinstance(value, Source):
+                value.restore(inner)
+            elif isinstance(value, list) or inner:
+                setattr(self, name, [inner[str(index)] for index in range(len(inner))])
+            elif isinstance(value, Tensor):
+                setattr(self, name, None)
 
 
 def fit_pages(x: Tensor | None, shape: tuple[int, int, int]) -> Tensor:
