@@ -45,11 +45,8 @@ def library() -> ctypes.CDLL:
         BuildError: no compiler, a failed compilation, an unwritable cache folder, CXX or TESTBED_NATIVE_FLAGS that
             can't be used.
     """
-    path = _build()
-    try:
-        loaded = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise BuildError(f"{path} can't be loaded: {error}") from error
+    here = Path(__file__).parent
+    loaded = load(compiled("attend", [here / name for name in SOURCES], [here / name for name in HEADERS]))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.testbed_attend.argtypes = [pointer] * 3 + [ctypes.c_float]
     loaded.testbed_append.argtypes = loaded.testbed_score.argtypes = [pointer]
@@ -65,6 +62,18 @@ def library() -> ctypes.CDLL:
         function.restype, function.errcheck = number, _checked
     loaded.testbed_gather.restype = loaded.testbed_scatter.restype = None
     return loaded
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """The library at `path`, as `compiled` named it.
+
+    Raises:
+        BuildError: it can't be loaded.
+    """
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise BuildError(f"{path} can't be loaded: {error}") from error
 
 
 def _checked(code: int, function: Any, arguments: Sequence[object]) -> int:
@@ -85,23 +94,26 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "testbed" / "native"
 
 
-def _build() -> Path:
-    """Path of the library, compiled unless it is there."""
+def compiled(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Path:
+    """Path of the library made of `sources`, which may include `headers`; compiled unless it is there.
+
+    Raises:
+        BuildError: as `library`, loading excepted.
+    """
     compiler = _compiler()
-    sources = [Path(__file__).with_name(name) for name in SOURCES]
     version = _run([compiler[0], "--version"]).stdout
     flags = (*compiler[1:], *FLAGS, *_words("TESTBED_NATIVE_FLAGS"))
     digest = hashlib.sha256()
-    texts = [Path(__file__).with_name(name).read_bytes() for name in (*SOURCES, *HEADERS)]
+    texts = [path.read_bytes() for path in (*sources, *headers)]
     for part in (*texts, version.encode(), " ".join(flags).encode(), cpu_features().encode()):
         digest.update(part + b"\0")
-    target = cache_folder() / f"attend-{digest.hexdigest()[:16]}.so"
+    target = cache_folder() / f"{name}-{digest.hexdigest()[:16]}.so"
     proof = target.with_suffix(".sha256")
     if _intact(target, proof):
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        _tidy(target.parent)
+        _tidy(target.parent, name)
         descriptor, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
         os.close(descriptor)
     except OSError as error:
@@ -128,9 +140,9 @@ def _intact(library: Path, proof: Path) -> bool:
         return False
 
 
-def _tidy(folder: Path) -> None:
+def _tidy(folder: Path, name: str) -> None:
     """Removes what builds that were killed left behind."""
-    for path in folder.glob(".attend-*.so.*"):
+    for path in folder.glob(f".{name}-*.so.*"):
         try:
             if time.time() - path.stat().st_mtime > STALE_SECONDS:
                 path.unlink()
