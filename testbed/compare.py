@@ -27,6 +27,7 @@ from testbed.results.table import PLAIN_WIDTH
 from testbed.results.tracker import Mode, Tracker
 
 MEASURED = ("task.score", "quality.kept", "kl.mean", "kv.total_bytes", "kv.total_saved", "decode.ms_per_token")
+TIERED = {"tier.hit_rate": ("tier_hits", "tier_lookups"), "tier.stall_share": ("stall_s", "step_s")}
 SAMPLE_KEY = {"task.score": "score", "kl.mean": "kl", "decode.ms_per_token": "ms_per_token"}
 
 
@@ -94,6 +95,8 @@ def _row(setting: Setting, variant: Variant, other: Variant | None, seed: int) -
     for name in MEASURED:
         estimate = variant.estimate(SAMPLE_KEY[name], seed) if name in SAMPLE_KEY else None
         _put(row, name, estimate or variant.mean(name))
+    for name, (top, bottom) in TIERED.items():
+        _put(row, name, variant.ratio(top, bottom, seed))
     score, full, groups = paired(variant, None, "score")
     if score:
         _put(row, "quality.kept", stats.kept(score, full, seed, groups))
@@ -111,14 +114,17 @@ def _put(row: dict[str, Any], name: str, value: stats.Estimate | float | None) -
 
 
 def _measured(setting: Setting, rows: Sequence[dict[str, Any]], against: str) -> html.Sheet:
-    columns = ("policy", "budget", "samples", "score", f"Δ score to {against}", "kept", "KL", "KV in all tiers",
-               "saved", "ms/token", f"speed against {against}")  # fmt: skip
-    names = (
+    columns = ["policy", "budget", "samples", "score", f"Δ score to {against}", "kept", "KL", "KV in all tiers",
+               "saved", "ms/token", f"speed against {against}"]  # fmt: skip
+    names = [
         ("task.score", "fraction"),
         ("score.delta", "fraction"),
         *((name, UNITS[name]) for name in MEASURED[1:]),
         ("speedup", "ratio"),
-    )
+    ]
+    if any(row["tier.hit_rate"] is not None for row in rows):  # somebody fetched something
+        columns += ["hits in L1", "exposed stall"]
+        names += [(name, UNITS[name]) for name in TIERED]
     body = [
         (
             " ".join(part for part in (row["policy"], row["detail"]) if part),

@@ -1,14 +1,15 @@
 """Several records side by side: which may be compared, what each policy is worth, paired over the same samples.
 
-Runs are comparable when model, workload and cache are configured alike (one setting). Within a setting, runs that
-differ only in their seed are one variant and their samples are pooled.
+Runs are comparable when model, workload and cache are configured alike (one setting); how large the tiers are and how
+pages move between them is part of what is compared. Within a setting, runs that differ only in their seed are one
+variant and their samples are pooled.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,19 @@ from testbed.results.record import FILE_NAME, Record, RecordError, load
 
 SETTING_KEYS = ("model", "workload", "cache")
 IGNORED_KEYS = ("seed", "wandb", "twin", "experiment")
+TIER_DEFAULTS: dict[str, Any] = {
+    "l1_bytes": None,
+    "l2_bytes": None,
+    "l3_bytes": None,
+    "l3_path": None,
+    "swap_threshold": 0.8,
+    "overlap": True,
+    "l3_io": "auto",
+    "l3_direct": "auto",
+    "l3_failures": 3,
+    "on_lost": "recompute",
+}
+"""Keys of `cache` that make a variant, not a setting, and what a record that lacks them was run with."""
 FULL = "full"
 
 
@@ -73,6 +87,14 @@ class Variant:
         column = self.column(key)
         interval = stats.proportion if key == "score" else stats.mean
         return interval(list(column.values()), seed, self.groups(list(column))) if column else None
+
+    def ratio(self, top: str, bottom: str, seed: int = 0) -> stats.Estimate | None:
+        """Sum of one key of the samples over the sum of another, with its interval; None where nothing can be said."""
+        tops, bottoms = self.column(top), self.column(bottom)
+        shared = [at for at in tops if at in bottoms]
+        if not sum(bottoms[at] for at in shared):
+            return None
+        return stats.ratio([tops[at] for at in shared], [bottoms[at] for at in shared], seed, self.groups(shared))
 
     def groups(self, at: Sequence[tuple[int, str]]) -> list[tuple[int, str]]:
         """What each sample shares with others: its context."""
@@ -134,8 +156,8 @@ def settings(records: Sequence[Record]) -> list[Setting]:
     """Groups records by what makes them comparable."""
     by_setting: dict[str, list[Record]] = {}
     for record in records:
-        by_setting.setdefault(_canonical({key: record.config.get(key) for key in SETTING_KEYS}), []).append(record)
-    labels = _differences([{key: group[0].config.get(key) for key in SETTING_KEYS} for group in by_setting.values()])
+        by_setting.setdefault(_canonical(_setting(record)), []).append(record)
+    labels = _differences([_setting(group[0]) for group in by_setting.values()])
     return [
         Setting(label or _setting_name(group[0]), _variants(group))
         for label, group in zip(labels, by_setting.values(), strict=True)
@@ -170,8 +192,20 @@ def _variants(records: Sequence[Record]) -> tuple[Variant, ...]:
     return tuple(sorted(found, key=lambda v: (v.policy != FULL, v.policy, v.fraction or 1.0, v.detail)))
 
 
+def _setting(record: Record) -> dict[str, Any]:
+    kept = {key: record.config.get(key) for key in SETTING_KEYS}
+    return kept | {"cache": _without_tiers(kept["cache"], lambda key, value: True)}
+
+
 def _relevant(record: Record) -> dict[str, Any]:
-    return {key: value for key, value in record.config.items() if key not in IGNORED_KEYS}
+    kept = {key: value for key, value in record.config.items() if key not in IGNORED_KEYS}
+    return kept | {"cache": _without_tiers(kept.get("cache"), lambda key, value: value == TIER_DEFAULTS[key])}
+
+
+def _without_tiers(cache: object, left_out: Callable[[str, object], bool]) -> object:
+    if not isinstance(cache, Mapping):
+        return cache
+    return {key: value for key, value in cache.items() if key not in TIER_DEFAULTS or not left_out(key, value)}
 
 
 def _canonical(value: object) -> str:

@@ -19,7 +19,8 @@ from typing import Any, Literal, get_args
 
 from testbed.results.names import UNITS
 
-SCHEMA = 1
+SCHEMA = 2
+READ_SCHEMAS = (1, SCHEMA)  # 1 had no tiers
 FILE_NAME = "record.json"
 
 SAMPLE_KEYS = ("id", "context_id", "score", "score_full", "kl", "top1", "ms_per_token", "ms_per_token_full")
@@ -86,6 +87,7 @@ class Record:
         results: numbers, unique by name.
         activity: proof that the policy acted: pages kept, dropped, attended per mode, heads per class.
         bytes: bytes per tier and format, as the allocator and the ledger say.
+        tiers: capacity, residency, traffic, prefetches and failures of the tiers; see `testbed.tiers.section`.
         samples: one plain dict a sample; keys that others read are in `SAMPLE_KEYS`.
         alarms: one line each for what looks wrong with the comparison.
         notes: one line each for what went wrong beside the result (a tracker that failed).
@@ -100,6 +102,7 @@ class Record:
     results: tuple[Number, ...] = ()
     activity: Mapping[str, Any] = field(default_factory=dict)
     bytes: Mapping[str, Any] = field(default_factory=dict)
+    tiers: Mapping[str, Any] = field(default_factory=dict)
     samples: tuple[Mapping[str, Any], ...] = ()
     alarms: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -118,7 +121,7 @@ class Record:
             raise RecordError(f"record reason={self.reason!r}: must be given if and only if status is not complete")
         if not isinstance(self.seed, int) or isinstance(self.seed, bool):
             raise RecordError(f"record seed={self.seed!r}: must be a whole number")
-        for key in ("config", "environment", "activity", "bytes"):
+        for key in ("config", "environment", "activity", "bytes", "tiers"):
             if not isinstance(getattr(self, key), Mapping):
                 raise RecordError(f"record {key}={getattr(self, key)!r}: must be a mapping")
         for key in ("results", "samples", "alarms", "notes"):
@@ -168,8 +171,11 @@ class Record:
         """
         if not isinstance(data, Mapping) or "schema" not in data:
             raise RecordError(f"{source}: not a run record (no schema key)")
-        if data["schema"] != SCHEMA:
-            raise RecordError(f"{source}: schema {data['schema']!r}, this version reads {SCHEMA}")
+        if data["schema"] not in READ_SCHEMAS:
+            known_schemas = " and ".join(map(str, READ_SCHEMAS))
+            raise RecordError(f"{source}: schema {data['schema']!r}, this version reads {known_schemas}")
+        if data["schema"] == 1 and "tiers" not in data:
+            data = {**data, "schema": SCHEMA, "tiers": {}}
         known = {f.name for f in fields(Record)}
         if set(data) != known:
             missing, unknown = sorted(known - set(data)), sorted(set(data) - known)

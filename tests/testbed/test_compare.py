@@ -42,6 +42,9 @@ def put(
         }
         for at, score in enumerate(scores)
     )
+    keys_of_tiers = ("tier_hits", "tier_lookups", "stall_s", "step_s")
+    for sample, values in zip(samples, keys.pop("more", ()), strict=False):
+        sample.update(zip(keys_of_tiers, values, strict=True))
     held = 45 * MIB * (fraction or 1.0)
     config = {
         "policy": {"name": policy, **keys.pop("detail", {})},
@@ -49,6 +52,8 @@ def put(
         "model": {"name": keys.pop("model", "tiny")},
         "seed": seed,
     }
+    if "cache" in keys:
+        config["cache"] = keys.pop("cache")
     numbers = (
         Number("kv.total_bytes", held, "bytes", "measured"),
         Number("kv.total_saved", 1 - (fraction or 1.0), "fraction", "measured"),
@@ -172,7 +177,7 @@ def test_nothing_there_and_broken_records_are_one_clear_error(tmp_path: Path) ->
     put(tmp_path, "a", [1, 1])
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / FILE_NAME).write_text('{"schema": 0}')
-    with pytest.raises(CompareError, match="old/record.json: schema 0, this version reads 1"):
+    with pytest.raises(CompareError, match="old/record.json: schema 0, this version reads 1 and 2"):
         compare([tmp_path])
 
 
@@ -215,3 +220,39 @@ def test_error_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert done.stderr.strip() == f"error: no {FILE_NAME} below {tmp_path}; a run writes one when it ends"
     assert done.stdout == ""
+
+
+def test_sizes_of_the_tiers_are_compared_within_one_setting(tmp_path: Path) -> None:
+    """And a record from before there were such keys is one with their defaults."""
+    from dataclasses import fields
+
+    from testbed.cache.layout import CacheConfig
+    from testbed.results.comparison import TIER_DEFAULTS
+
+    assert {f.name: f.default for f in fields(CacheConfig) if f.name in TIER_DEFAULTS} == TIER_DEFAULTS
+    plain = {"page_tokens": 16, "l3_path": None}
+    put(tmp_path, "elastic", [1, 1], cache=plain)
+    put(tmp_path, "elastic", [1, 1], cache={**plain, **TIER_DEFAULTS}, seed=1)
+    put(tmp_path, "elastic", [0, 1], cache={**plain, **TIER_DEFAULTS, "l1_bytes": "2GiB"})
+    put(tmp_path, "elastic", [1, 1], cache={**plain, "page_tokens": 64})
+    rows = compare([tmp_path]).rows
+    assert [(row["setting"], row["detail"], row["runs"], row["task.score"]) for row in rows] == [
+        ("cache.page_tokens=16", "cache.l1_bytes=2GiB", 1, 0.5),
+        ("cache.page_tokens=16", "cache.l1_bytes=None", 2, 1.0),
+        ("cache.page_tokens=64", "", 1, 1.0),
+    ]
+
+
+def test_hits_and_stalls_are_pooled_sums(tmp_path: Path) -> None:
+    put(tmp_path, "full", [1, 1])
+    assert "exposed stall" not in compare([tmp_path]).sheets[0].columns
+    put(tmp_path, "elastic", [1, 1], more=[(9, 10, 0.1, 1.0), (30, 30, 0.2, 3.0)])
+    result = compare([tmp_path])
+    rows = {row["policy"]: row for row in result.rows}
+    assert rows["elastic"]["tier.hit_rate"] == 39 / 40
+    assert rows["elastic"]["tier.stall_share"] == pytest.approx(0.3 / 4.0)
+    assert rows["full"]["tier.hit_rate"] is None
+    assert result.sheets[0].columns[-2:] == ["hits in L1", "exposed stall"]
+    cells = {row[0]: row for row in result.sheets[0].rows}
+    assert cells["full"][-2:] == ("–", "–")
+    assert cells["elastic"][-2].startswith("97.5 % [90.0 %, 100.0 %]")

@@ -96,7 +96,9 @@ def test_bad_numbers_are_refused_by_name(keys: dict[str, Any], words: str) -> No
         ({"status": "failed"}, "reason=''"),
         ({"reason": "but why"}, "reason='but why'"),
         ({"seed": 1.0}, "seed=1.0"),
-        ({"schema": 2}, "schema=2"),
+        ({"schema": 1}, "schema=1: this version reads 2"),
+        ({"schema": 3}, "schema=3"),
+        ({"tiers": []}, "tiers="),
         ({"config": []}, "config="),
         ({"config": {"x": float("nan")}}, "config: holds a value that JSON cannot"),
         ({"config": {"x": object()}}, "config: holds a value that JSON cannot"),
@@ -125,7 +127,7 @@ def test_nan_deep_in_a_sample_is_refused_and_leaves_the_old_record(tmp_path: Pat
         ("{", "not a run record"),
         ("[1]", "no schema key"),
         ("{}", "no schema key"),
-        ('{"schema": 99}', "schema 99, this version reads 1"),
+        ('{"schema": 99}', "schema 99, this version reads 1 and 2"),
         ('{"schema": 1, "run_id": "x"}', "missing keys .*'config'"),
     ],
 )
@@ -201,3 +203,18 @@ def test_killed_while_saving_leaves_a_whole_record(tmp_path: Path) -> None:
         child.send_signal(signal.SIGKILL)
         child.wait()
         assert load(tmp_path).run_id in ("r10", "r2000000")
+
+
+def test_records_of_schema_1_still_load(tmp_path: Path) -> None:
+    """The published records were written before there was a section on tiers."""
+    old = make().to_dict() | {"schema": 1}
+    del old["tiers"]
+    (tmp_path / FILE_NAME).write_text(json.dumps(old))
+    assert load(tmp_path) == make()
+    published = sorted((Path(__file__).parents[3] / "experiments").glob("*/redknot*.json"))
+    assert len(published) == 2
+    for path in published:
+        before = json.loads(path.read_text())
+        assert json.loads(json.dumps(load(path).to_dict())) == before | {"schema": 2, "tiers": {}}
+    with pytest.raises(RecordError, match="missing keys .*'tiers'"):
+        Record.from_dict(old | {"schema": 2})
