@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from testbed.cache.traffic import Traffic
 from testbed.decisions import DecisionLog
 from testbed.engine.sample import Sampler, greedy
 from testbed.engine.session import Session, StepTime
@@ -26,6 +27,8 @@ class Answer:
         device_bytes, total_bytes, full_bytes: held on the device, held in all tiers, and bf16 for everything, when
             the answer was complete.
         bytes: the ledger then, by tier and format.
+        pages: pages then, by tier and format.
+        traffic: what moved between tiers meanwhile, and what waited.
         kernels: variant of the attention kernel -> calls, in all layers of all steps.
     """
 
@@ -38,6 +41,8 @@ class Answer:
     total_bytes: int
     full_bytes: int
     bytes: dict[str, int] = field(default_factory=dict)
+    pages: dict[str, int] = field(default_factory=dict)
+    traffic: Traffic = field(default_factory=Traffic)
     kernels: dict[str, int] = field(default_factory=dict)
 
 
@@ -116,6 +121,7 @@ def answer(
         total_bytes=ledger.total_bytes,
         full_bytes=session.full_bytes(session.cache.length_tokens),
         bytes=dict(ledger.used_bytes),
+        pages={f"{tier.name}/{code.name.lower()}": count for (tier, code), count in ledger.pages.items()},
         kernels=dict(session.cache.kernel_calls),
     )
 

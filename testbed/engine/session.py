@@ -45,10 +45,11 @@ class SessionConfig:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one run of the model, and of the planning in it (signals, policy, moves, tables)."""
+    """Seconds of one run of the model, of the planning in it (signals, policy, moves, tables), of waiting for pages."""
 
     total_s: float
     plan_s: float
+    stall_s: float = 0.0
 
 
 class Session:
