@@ -4,218 +4,62 @@ A policy never sees K or V, a device, a file, a link or a clock. It reads named 
 heads (`Signals`) and answers, for every page of every stream, how it is attended, how it is stored and
 where (`Plan`). The same object therefore drives the real decode path and the SimPy twin.
 
-Letters: L layers, Hk KV heads, N pages, P tokens a page; a page is P consecutive positions of one (layer, KV head).
+The data are in `policies.plan`, the arithmetic of bytes in `policies.filling`; both are offered here too.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from enum import IntEnum
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from policies.filling import Room, cascade, count, fill, fit, fixed_bytes, stream_bytes
+from policies.plan import (
+    Format,
+    Head,
+    Mode,
+    PageBytes,
+    Phase,
+    Plan,
+    PolicyError,
+    PoolLayout,
+    Role,
+    Share,
+    Signals,
+    Tier,
+)
 
-class Mode(IntEnum):
-    """What a page contributes to attention."""
-
-    SKIP = 0
-    EXACT = 1
-    CLUSTER = 2  # by its prototypes
-    BACKGROUND = 3  # by the one state of its stream that stands for everything in this mode
-
-
-class Format(IntEnum):
-    """At which precision a page is kept."""
-
-    COMPUTE = 0  # the cache's own dtype (bf16 or fp32)
-    INT8 = 1
-    INT4 = 2
-
-
-class Tier(IntEnum):
-    """Where a page is kept. A DROPPED page is gone for good and its bytes are free."""
-
-    L0 = 0  # hot: sinks and recent window, compute dtype
-    L1 = 1  # warm: paged pools on the device
-    L2 = 2  # cold: host memory
-    L3 = 3  # archive: a file
-    DROPPED = 4
-
-
-class Head(IntEnum):
-    """What kind a head is."""
-
-    LOCAL = 0
-    GLOBAL = 1
-    SPECIAL = 2
-    DENSE = 3  # nothing is known about it, everything is kept
-
-
-class Phase(IntEnum):
-    """When a plan is asked for."""
-
-    COMPRESS = 0  # the context is prefilled, no question is known
-    TURN = 1  # the tokens of the next turn are known, none of them has been run
-    DECODE = 2  # before a decode step
-
-
-class PolicyError(ValueError):
-    """A policy or one of its parts was given something it can't work with."""
-
-
-class Role(IntEnum):
-    """What the tokens of a page are in the conversation; a page of several roles has the lowest of them."""
-
-    SYSTEM = 0
-    TOOL = 1  # what tools are there and how they are called
-    DOCUMENT = 2  # what is asked about
-    USER = 3
-    GENERATED = 4
-
-
-@dataclass(frozen=True)
-class PoolLayout:
-    """How the streams share the device pools, so that pages that live and leave together lie together.
-
-    Attributes:
-        arena: [L, Hk] int8, the arena of each stream, 0 to len(block_pages) - 1.
-        block_pages: pages that an arena grows by at a time, a multiple of the cache's slab.
-    """
-
-    arena: Tensor
-    block_pages: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        """Refuses what no pool could be built from."""
-        if not self.block_pages or any(pages < 1 for pages in self.block_pages):
-            raise PolicyError(f"pools.block_pages={self.block_pages}: must be one whole number of at least 1 per arena")
-        if self.arena.dim() != 2 or self.arena.dtype != torch.int8:
-            raise PolicyError(f"pools.arena: must be [L, Hk] int8, got {list(self.arena.shape)} {self.arena.dtype}")
-        if self.arena.numel() and not 0 <= int(self.arena.min()) <= int(self.arena.max()) < len(self.block_pages):
-            raise PolicyError(f"pools.arena: must be 0 to {len(self.block_pages) - 1}, one of {self.block_pages}")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What the pages are from now on.
-
-    Attributes:
-        mode, format, tier: [L, Hk, N] int8, values of `Mode`, `Format`, `Tier`.
-        score: [L, Hk, N] float32, the predictor's, kept with the pages; decides who leaves a tier that overflows
-            after all. None = nobody scored (a dense plan).
-        pools: how the streams should share the device pools; None = as the cache likes.
-    """
-
-    mode: Tensor
-    format: Tensor
-    tier: Tensor
-    score: Tensor | None = None
-    pools: PoolLayout | None = None
-
-    @staticmethod
-    def dense(layers: int, kv_heads: int, pages: int, device: torch.device | str = "cpu") -> Plan:
-        """Everything exact, in compute dtype, in L1."""
-        ones = torch.ones(layers, kv_heads, pages, dtype=torch.int8, device=device)
-        return Plan(ones * Mode.EXACT, ones * Format.COMPUTE, ones * Tier.L1)
-
-    @property
-    def alive(self) -> Tensor:
-        """[L, Hk, N] bool: pages that still exist."""
-        return self.tier != Tier.DROPPED
-
-
-@dataclass(frozen=True)
-class PageBytes:
-    """Bytes of one page of one stream on its tier, scales and zero points included."""
-
-    compute: int
-    int8: int
-    int4: int
-    prototype: int  # one page's prototypes, kept in L1 while the page is attended by CLUSTER
-    background: int  # one stream's background state
-    metadata: int = 0  # per page on the device, whatever its tier (e.g. Quest's key bounds)
-
-    def of(self, fmt: Tensor) -> Tensor:
-        """Bytes by format code: fmt [...] int8 -> [...] int64."""
-        table = torch.tensor([self.compute, self.int8, self.int4], dtype=torch.int64, device=fmt.device)
-        return table[fmt.long()]
-
-
-@dataclass(frozen=True)
-class Signals:
-    """Everything a policy may know at one moment.
-
-    Attributes:
-        phase: why a plan is asked for.
-        step: decode steps since the context was compressed, 0 before the first.
-        length_tokens: positions written so far; pages = ceil(length / P).
-        page_tokens: P.
-        hot: [N] bool, pages in L0 (sinks and the recent window): always exact, compute dtype, L0.
-        held: the plan in force, with new pages as dense; a page DROPPED there stays dropped.
-        page_bytes: what pages cost.
-        device_budget_bytes: most bytes all streams together may hold in L0 and L1, or None.
-        host_budget_bytes, archive_budget_bytes: the same of L2 and of L3; None = no limit, 0 = no such tier.
-        classes: [L, Hk] int8 of `Head`, what the policy's classifier said for this sequence.
-        values: the named signals that the parts declared in `needs`, each [L, Hk, N] unless its YAML says otherwise.
-        seed: for parts that draw.
-    """
-
-    phase: Phase
-    step: int
-    length_tokens: int
-    page_tokens: int
-    hot: Tensor
-    held: Plan
-    page_bytes: PageBytes
-    device_budget_bytes: int | None = None
-    classes: Tensor | None = None
-    values: Mapping[str, Tensor] = field(default_factory=dict)
-    seed: int = 0
-    host_budget_bytes: int | None = None
-    archive_budget_bytes: int | None = None
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """(L, Hk, N)."""
-        layers, kv_heads, pages = self.held.mode.shape
-        return layers, kv_heads, pages
-
-    @property
-    def device(self) -> torch.device:
-        """Where the signals live."""
-        return self.held.mode.device
-
-    def __getitem__(self, name: str) -> Tensor:
-        """The named signal.
-
-        Raises:
-            PolicyError: no executor computed it, because no part declared it.
-        """
-        if name not in self.values:
-            raise PolicyError(f"signal {name!r} was not computed; declare it in `needs`. Here: {sorted(self.values)}")
-        return self.values[name]
-
-    def age_tokens(self) -> Tensor:
-        """[N] int64: tokens between the end of each page and the newest position."""
-        last = torch.arange(1, self.shape[2] + 1, device=self.device) * self.page_tokens
-        return (self.length_tokens - last).clamp(min=0)
-
-
-@dataclass(frozen=True)
-class Share:
-    """What the budget part grants.
-
-    Attributes:
-        quota_bytes: [L, Hk] float64, bytes a stream's L1 pages may take; inf = no limit.
-        eligible: [L, Hk, N] bool; a page that is not leaves whatever its score (outside a local head's window).
-    """
-
-    quota_bytes: Tensor
-    eligible: Tensor
+__all__ = [
+    "SLOTS",
+    "Attention",
+    "Budget",
+    "Classifier",
+    "Eviction",
+    "Format",
+    "Formatter",
+    "Head",
+    "Mode",
+    "PageBytes",
+    "Part",
+    "Phase",
+    "Plan",
+    "Policy",
+    "PolicyError",
+    "PoolLayout",
+    "Pooled",
+    "Predictor",
+    "Prefetch",
+    "Role",
+    "Share",
+    "Signals",
+    "Tier",
+    "fit",
+    "fixed_bytes",
+]
 
 
 class Part(Protocol):
@@ -251,6 +95,15 @@ class Budget(Part, Protocol):
 
     def share(self, signals: Signals, fmt: Tensor) -> Share:
         """Share of each stream; fmt [L, Hk, N] is the format each page would get."""
+        ...
+
+
+@runtime_checkable
+class Pooled(Protocol):
+    """What a budget part may offer besides: streams that keep alike share pools."""
+
+    def pools(self, signals: Signals) -> PoolLayout:
+        """Which arena each stream's pages lie in, and by how much arenas grow."""
         ...
 
 
@@ -359,102 +212,77 @@ class Policy:
     def plan(self, signals: Signals) -> Plan:
         """The plan for this moment; vectorised over all streams, no state kept.
 
+        What the device can't hold goes down the tiers, best eviction rank first; see `policies.filling.cascade`.
+
         Raises:
             PolicyError: the device budget can't hold what must stay (sinks, recent window, metadata).
         """
+        pools = self.budget.pools(signals) if isinstance(self.budget, Pooled) else None
         if signals.length_tokens < self.cold_start_tokens:
-            return _with_hot(signals, Plan.dense(*signals.shape, device=signals.device))
+            dense = Plan.dense(*signals.shape, device=signals.device)
+            return _with_hot(signals, replace(dense, pools=pools))
         score = self.predictor.score(signals)
+        rank = cache(lambda: self.eviction.rank(signals, score))  # asked for only where something has to leave
         fmt = torch.maximum(self.format.choose(signals, score), signals.held.format)
         share = self.budget.share(signals, fmt)
-        cost = signals.page_bytes.of(fmt).double()
-        candidate = signals.held.alive & share.eligible & ~signals.hot
+        alive = signals.held.alive
+        candidate = alive & share.eligible & ~signals.hot
+        wanted_bytes = stream_bytes(signals.page_bytes, fmt, candidate)
         lasting = 1.0 - self.attention.prototype_share
         # One byte more than the pages need, lest rounding the division leaves the last of them out.
-        share = fit(signals, share, ((cost * candidate).sum(-1) + 1.0) / lasting)
-        kept = _fill(self.eviction.rank(signals, score), cost, candidate, share.quota_bytes * lasting)
-        spare = share.quota_bytes - (cost * kept).sum(-1)
-        tier = torch.where(kept, int(Tier.L1), int(self.eviction.victim_tier))
-        lost = ~signals.held.alive | ~(share.eligible | signals.hot)
-        tier = tier.masked_fill(lost, int(Tier.DROPPED)).to(torch.int8)
+        share = fit(signals, share, (wanted_bytes + 1.0) / lasting)
+        room = Room(signals.page_bytes, fmt, share.quota_bytes * lasting)
+        kept = fill(room, candidate, rank)
+        spare = share.quota_bytes - stream_bytes(signals.page_bytes, fmt, kept)
+        lost = ~alive | ~(share.eligible | signals.hot)
+
+        tier = self._tiers(signals, fmt, kept, candidate, lost, rank)
         decided = replace(signals, held=replace(signals.held, format=fmt, tier=tier))
         mode = self.attention.modes(decided, score, kept | signals.hot, spare)
         wanted = self.prefetch.fetch(decided, score, kept) & candidate & ~kept
         if bool(wanted.any()):
-            fetched = _fill(score, cost, wanted, spare - _prototype_bytes(signals, mode))
-            tier = tier.masked_fill(fetched, int(Tier.L1))
-        return _with_hot(signals, Plan(mode, fmt, tier))
+            spare = spare - _prototype_bytes(signals, mode)
+            fetched = fill(Room(signals.page_bytes, fmt, spare), wanted, lambda: score)
+            tier = self._tiers(signals, fmt, kept | fetched, candidate, lost, rank)
+        return _with_hot(signals, Plan(mode, fmt, tier, score, pools))
 
-
-def _fill(rank: Tensor, cost: Tensor, candidate: Tensor, room: Tensor) -> Tensor:
-    """The highest-ranked candidates of each stream whose summed cost fits its room: [L, Hk, N] bool."""
-    full = ((cost * candidate).sum(-1) > room).nonzero(as_tuple=True)  # most streams keep all they have
-    if len(full[0]) < room.numel():
-        kept = candidate.clone()
-        if len(full[0]):
-            kept[full] = _fill_full(rank[full], cost[full], candidate[full], room[full])
-        return kept
-    return _fill_full(rank, cost, candidate, room)
-
-
-def _fill_full(rank: Tensor, cost: Tensor, candidate: Tensor, room: Tensor) -> Tensor:
-    """`_fill` for streams [..., N] that can't keep all candidates: one sort."""
-    order = rank.masked_fill(~candidate, -math.inf).argsort(dim=-1, descending=True, stable=True)
-    spent = torch.where(candidate, cost, 0.0).gather(-1, order).cumsum(-1)
-    fits = (spent <= room.unsqueeze(-1)) & candidate.gather(-1, order)
-    return torch.zeros_like(candidate).scatter_(-1, order, fits)
+    def _tiers(
+        self,
+        signals: Signals,
+        fmt: Tensor,
+        kept: Tensor,
+        candidate: Tensor,
+        lost: Tensor,
+        rank: Callable[[], Tensor],
+    ) -> Tensor:
+        """[L, Hk, N] int8: L1 for what is kept, DROPPED for what is lost, the cascade for the other candidates."""
+        first = self.eviction.victim_tier
+        tier = cascade(signals, fmt, candidate & ~kept, first, rank)
+        tier += kept.view(torch.int8) * int(Tier.L1)
+        tier += lost.view(torch.int8) * int(Tier.DROPPED)
+        # What is hot goes to L0 in the end; until then it lies where victims go.
+        return tier + (~(candidate | lost)).view(torch.int8) * int(first)
 
 
 def _prototype_bytes(signals: Signals, mode: Tensor) -> Tensor:
     """[L, Hk] bytes of the prototypes and background states that the modes ask for."""
-    clusters = (mode == Mode.CLUSTER).sum(-1).double() * signals.page_bytes.prototype
-    return clusters + (mode == Mode.BACKGROUND).any(-1) * signals.page_bytes.background
+    clusters = count(mode == Mode.CLUSTER).double() * signals.page_bytes.prototype
+    return clusters + (count(mode == Mode.BACKGROUND) > 0) * signals.page_bytes.background
 
 
 def _with_hot(signals: Signals, plan: Plan) -> Plan:
     """The plan with hot pages in L0 and dropped pages still dropped; pages that are gone are skipped."""
-    hot = signals.hot.expand(signals.shape)
+    hot = signals.hot.nonzero().squeeze(1)
+    mode, fmt, tier = (x.to(torch.int8).clone() for x in (plan.mode, plan.format, plan.tier))
+    tier[..., hot], mode[..., hot], fmt[..., hot] = int(Tier.L0), int(Mode.EXACT), int(Format.COMPUTE)
     gone = ~signals.held.alive
-    tier = torch.where(hot, int(Tier.L0), plan.tier).masked_fill(gone, int(Tier.DROPPED)).to(torch.int8)
-    mode = torch.where(hot, int(Mode.EXACT), plan.mode)
-    mode = mode.masked_fill(tier == Tier.DROPPED, int(Mode.SKIP)).to(torch.int8)
-    fmt = torch.where(hot, int(Format.COMPUTE), plan.format).to(torch.int8)
+    if int(count(gone).sum()):
+        tier = _put(tier, gone, Tier.DROPPED)
+    # The product with a mask is a mask: a skipped page is 0.
+    mode *= (tier != Tier.DROPPED).view(torch.int8)
     return replace(plan, mode=mode, format=fmt, tier=tier)
 
 
-def fixed_bytes(signals: Signals) -> Tensor:
-    """[L, Hk] float64: device bytes of a stream that no policy can change (hot pages, metadata)."""
-    layers, kv_heads, pages = signals.shape
-    hot = int(signals.hot.sum()) * signals.page_bytes.compute + pages * signals.page_bytes.metadata
-    return torch.full((layers, kv_heads), float(hot), dtype=torch.float64, device=signals.device)
-
-
-def fit(signals: Signals, share: Share, useful_bytes: Tensor) -> Share:
-    """Caps the quotas so that all streams together stay inside the device budget.
-
-    useful_bytes [L, Hk] float64: what a stream could spend at most; without it a stream that may take everything but
-    has little to keep would claim as much as one that has a lot.
-
-    One cap for all streams (water-filling): small streams keep what they asked for, large ones are cut to the same
-    level, so a per-class split keeps its shape as long as the bytes allow.
-    """
-    if signals.device_budget_bytes is None:
-        return share
-    fixed = fixed_bytes(signals)
-    free = signals.device_budget_bytes - float(fixed.sum())
-    if free < 0:
-        raise PolicyError(
-            f"the device budget of {signals.device_budget_bytes} bytes can't hold sinks, recent window and metadata: "
-            f"they take {int(fixed.sum())} bytes; raise budget.fraction or lower cache.sink_tokens, cache.hot_tokens"
-        )
-    quota = torch.minimum(share.quota_bytes, useful_bytes)
-    want = quota.flatten()
-    ordered = want.clamp(max=free).sort().values
-    count = torch.arange(len(ordered), 0, -1, device=want.device)
-    before = ordered.cumsum(0) - ordered
-    level = ((free - before) / count).clamp(min=0)
-    # The cap is the level at the first stream whose wish exceeds it; if none does, all wishes fit, an infinite one as
-    # all that is free.
-    over = ordered > level
-    cap = level[int(over.int().argmax())] if bool(over.any()) else free
-    return replace(share, quota_bytes=quota.clamp(max=float(cap)))
+def _put(codes: Tensor, where: Tensor, code: int) -> Tensor:
+    """The codes, int8, with `code` at some places: arithmetic, since masked_fill of bytes is many times slower."""
+    return codes * (~where).view(torch.int8) + where.view(torch.int8) * int(code)

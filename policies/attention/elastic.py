@@ -6,7 +6,6 @@ disaggregation and has no such modes (field notes, section 0).
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from policies.base import Head, Mode, PolicyError, Signals
 from policies.checks import head_classes, require_number
+from policies.filling import best, count, stream_bytes, whole_pages
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class Elastic:
         """Scalar float64: bytes wanted / device budget, 0 without one."""
         if signals.device_budget_bytes is None:
             return torch.zeros((), dtype=torch.float64, device=signals.device)
-        wanted = signals.page_bytes.of(signals.held.format) * signals.held.alive
-        return wanted.sum().double() / max(signals.device_budget_bytes, 1)
+        wanted = stream_bytes(signals.page_bytes, signals.held.format, signals.held.alive)
+        return wanted.sum() / max(signals.device_budget_bytes, 1)
 
     def modes(self, signals: Signals, score: Tensor, resident: Tensor, spare_bytes: Tensor) -> Tensor:
         """[L, Hk, N] int8 of `Mode`."""
         load = self.load(signals)
         alive = signals.held.alive
         local = (head_classes(signals) == Head.LOCAL).unsqueeze(-1)
-        plain = torch.where(resident, int(Mode.EXACT), int(Mode.SKIP)).to(torch.int8)
+        plain = resident.to(torch.int8) * int(Mode.EXACT)
         if bool(load <= self.cluster_load) and not bool((alive & ~resident & ~local).any()):
             return plain
         ranked = ~local.squeeze(-1)
@@ -91,23 +91,22 @@ class Elastic:
     ) -> Tensor:
         """[M, N] int8 of `Mode` for the M streams `chosen` [L, Hk], whose rows the other arguments hold."""
         alive = signals.held.alive[chosen]
-        order = score.masked_fill(~alive, -math.inf).argsort(dim=-1, descending=True, stable=True)
-        core_pages = (alive.sum(-1, keepdim=True) * self.core_fraction).ceil()
-        place = torch.arange(signals.shape[2], device=signals.device)
-        core = torch.zeros_like(alive).scatter_(-1, order, place < core_pages)
-        exact = resident & (core | (load <= self.cluster_load))
+        core_pages = (count(alive) * self.core_fraction).ceil().long()
+        exact = resident & best(score, alive, core_pages) if bool(load > self.cluster_load) else resident
 
         rest = alive & ~exact & ~signals.hot
         # The state that stands for the background is paid for first; without it nothing can be background.
         room = spare_bytes - signals.page_bytes.background
-        nth = rest.gather(-1, order).cumsum(-1)
-        others = rest.sum(-1, keepdim=True)
+        others = count(rest)
         ramp = ((self.skip_load - load) / (self.skip_load - self.background_load)).clamp(0.0, 1.0)
-        affordable = nth * signals.page_bytes.prototype <= room.unsqueeze(-1)
-        cluster = rest & torch.zeros_like(rest).scatter_(-1, order, affordable & (nth <= others * ramp))
-        lowest = (nth > others - (others * self.skip_fraction).floor()) & (load > self.skip_load)
-        skipped = torch.zeros_like(rest).scatter_(-1, order, lowest)
+        affordable = whole_pages(room, signals.page_bytes.prototype)
+        cluster = best(score, rest, torch.minimum(affordable, (others * ramp).floor().long()))
+        skipped = torch.zeros_like(rest)
+        if bool(load > self.skip_load):
+            skipped = rest & ~best(score, rest, others - (others * self.skip_fraction).floor().long())
         background = rest & ~cluster & ~skipped & (room >= 0).unsqueeze(-1)
 
-        mode = torch.where(exact, int(Mode.EXACT), int(Mode.SKIP)).to(torch.int8)
-        return mode.masked_fill_(cluster, int(Mode.CLUSTER)).masked_fill_(background, int(Mode.BACKGROUND))
+        mode = exact.to(torch.int8) * int(Mode.EXACT)
+        # No page is in two of them, so the codes add up.
+        mode += cluster.view(torch.int8) * int(Mode.CLUSTER)
+        return mode + background.view(torch.int8) * int(Mode.BACKGROUND)

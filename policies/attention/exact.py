@@ -26,4 +26,4 @@ class Exact:
 
     def modes(self, signals: Signals, score: Tensor, resident: Tensor, spare_bytes: Tensor) -> Tensor:
         """[L, Hk, N] int8 of `Mode`."""
-        return torch.where(resident, int(Mode.EXACT), int(Mode.SKIP)).to(torch.int8)
+        return resident.to(torch.int8) * int(Mode.EXACT)

@@ -38,4 +38,4 @@ class Window:
     def modes(self, signals: Signals, score: Tensor, resident: Tensor, spare_bytes: Tensor) -> Tensor:
         """[L, Hk, N] int8 of `Mode`."""
         near = signals.hot | (signals.age_tokens() < self.window_tokens)
-        return torch.where(resident & near, int(Mode.EXACT), int(Mode.SKIP)).to(torch.int8)
+        return (resident & near).to(torch.int8) * int(Mode.EXACT)

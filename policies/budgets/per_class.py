@@ -46,5 +46,6 @@ class PerClass:
             if window is not None:
                 eligible &= (classes != head).unsqueeze(-1) | (age < window)
         pages = -(-self.special_tokens // signals.page_tokens)
-        special_bytes = signals.page_bytes.of(fmt).amax(-1).double() * pages
+        dearest = signals.page_bytes.of(torch.stack((fmt.amin(-1), fmt.amax(-1)))).amax(0)
+        special_bytes = dearest.double() * pages
         return Share(torch.where(classes == Head.SPECIAL, special_bytes, torch.inf), eligible)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from policies.base import Signals
 from policies.checks import require_whole
+from policies.filling import best
 
 
 @dataclass(frozen=True)
@@ -34,5 +34,6 @@ class NextStep:
     def fetch(self, signals: Signals, score: Tensor, resident: Tensor) -> Tensor:
         """[L, Hk, N] bool."""
         away = signals.held.alive & ~resident & ~signals.hot
-        best = score.masked_fill(~away, -math.inf).topk(min(self.pages, signals.shape[2]), dim=-1).indices
-        return torch.zeros_like(away).scatter_(-1, best, True) & away
+        rows = away.flatten(0, -2)
+        most = torch.full((len(rows),), self.pages, dtype=torch.int64, device=signals.device)
+        return best(score.flatten(0, -2), rows, most).view(away.shape)

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from policy_trace import KV_HEADS, LAYERS, PAGE_BYTES, device_bytes, first_signals, full_bytes
 
-from policies.base import Head, Mode, Plan, PolicyError, Share, Tier, _fill, fit, fixed_bytes
+from policies.base import Head, Mode, PageBytes, Plan, PolicyError, Share, Tier, fit, fixed_bytes
+from policies.filling import Room, fill
 from policies.predictors.age import Age
 from testbed.compose import compose_policy
 
@@ -82,11 +83,14 @@ def test_without_a_budget_nothing_is_cut() -> None:
 def test_fill_takes_the_best_that_fit(pages: int, seed: int) -> None:
     chance = torch.Generator().manual_seed(seed)
     rank = torch.randint(0, 6, (2, 2, pages), generator=chance).float()
-    cost = torch.randint(1, 50, (2, 2, pages), generator=chance).double()
+    sizes = PageBytes(*torch.randint(1, 50, (3,), generator=chance).tolist(), prototype=1, background=1)
+    fmt = torch.randint(0, 3, (2, 2, pages), generator=chance).to(torch.int8)
+    fmt[0] = fmt[0, :, :1] if seed % 2 else fmt[0]  # streams of one format take another way
+    cost = sizes.of(fmt).double()
     candidate = torch.rand(2, 2, pages, generator=chance) < 0.7
     room = torch.randint(0, 400, (2, 2), generator=chance).double()
     room[0, 0] = math.inf
-    kept = _fill(rank, cost, candidate, room)
+    kept = fill(Room(sizes, fmt, room), candidate, lambda: rank)
     for layer in range(2):
         for head in range(2):
             left, expected = float(room[layer, head]), set()
