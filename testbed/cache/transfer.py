@@ -1,0 +1,182 @@
+"""Copies pages from one store to another on the calling thread: bytes where the format stays, else decode and encode.
+
+Blocking and in bounded blocks; every long part is native code that lets go of the interpreter's lock. Between slabs
+in host memory nothing is buffered. Beside a GPU copies run on the staging's own stream, through two pinned buffers that
+take turns: block i + 1 is gathered while block i crosses the bus.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kernels.api import Pool, gather, scatter
+from kernels.pages import PageFormat, decode, encode
+from testbed.cache.pool import SlabPool
+
+BLOCK_BYTES = 4 << 20
+
+
+class Source(Protocol):
+    """What pages can be copied from."""
+
+    fmt: PageFormat
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Blobs at slots [M]: [M, page_bytes] uint8."""
+        ...
+
+
+class Target(Protocol):
+    """What pages can be copied to."""
+
+    fmt: PageFormat
+
+    def write(self, slots: Tensor, blobs: Tensor) -> None:
+        """Copies blobs [M, page_bytes] uint8 into slots [M]."""
+        ...
+
+
+class Staging:
+    """What one thread needs beside the stores; not shared between threads.
+
+    Args:
+        device: of L0 and L1.
+        block_bytes: what is under way at once; each buffer has that size.
+        side_stream: CUDA: copies run beside the step; else on the stream that is current when they are made.
+
+    Attributes:
+        stream: the side stream; None without.
+    """
+
+    def __init__(
+        self, device: torch.device | str = "cpu", block_bytes: int = BLOCK_BYTES, side_stream: bool = True
+    ) -> None:
+        if block_bytes < 1:
+            raise ValueError(f"block_bytes={block_bytes!r}: must be positive")
+        self.device, self.block_bytes = torch.device(device), block_bytes
+        self.stream = torch.cuda.Stream(self.device) if side_stream and self.device.type == "cuda" else None
+        self._pinned: list[Tensor] = []
+        self._events: list[torch.cuda.Event] = []
+
+    def block_pages(self, *formats: PageFormat) -> int:
+        """Pages of a block, at least one."""
+        return max(1, self.block_bytes // max(fmt.page_bytes for fmt in formats))
+
+    @contextlib.contextmanager
+    def scope(self) -> Iterator[None]:
+        """Device work inside is on the side stream, if there is one."""
+        if self.stream is None:
+            yield
+        else:
+            with torch.cuda.stream(self.stream):
+                yield
+
+    def pinned(self, turn: int, pages: int, page_bytes: int) -> tuple[Tensor, torch.cuda.Event]:
+        """One of the two pinned buffers as [pages, page_bytes], and its event: once that has passed it is free."""
+        while len(self._pinned) < 2:
+            self._pinned.append(torch.empty(self.block_bytes, dtype=torch.uint8, pin_memory=True))
+            self._events.append(torch.cuda.Event())
+        index = turn % 2
+        if pages * page_bytes > self._pinned[index].numel():  # a page larger than a block
+            self._pinned[index] = torch.empty(pages * page_bytes, dtype=torch.uint8, pin_memory=True)
+        return self._pinned[index][: pages * page_bytes].view(pages, page_bytes), self._events[index]
+
+
+def transfer(source: Source, source_slots: Tensor, target: Target, target_slots: Tensor, staging: Staging) -> None:
+    """Copies pages; converts them if the formats differ.
+
+    Beside a GPU, pages written to the device are there for work that follows that of the staging's stream; pages
+    written to the host are there on return.
+
+    Args:
+        source: pages to read.
+        source_slots: [M] int64.
+        target: pages to write.
+        target_slots: [M] int64, each once.
+        staging: the calling thread's.
+
+    Raises:
+        ValueError: numbers of slots that differ.
+        Exception: what the stores raise; some of the target slots may then have been written.
+    """
+    if source_slots.shape != target_slots.shape or source_slots.dim() != 1:
+        raise ValueError(
+            f"source_slots {tuple(source_slots.shape)}, target_slots {tuple(target_slots.shape)}: must be [M] each"
+        )
+    if not len(source_slots):
+        return
+    with staging.scope():
+        if source.fmt == target.fmt and isinstance(source, SlabPool) and isinstance(target, SlabPool):
+            _between_slabs(source, source_slots, target, target_slots, staging)
+            return
+        block_pages = staging.block_pages(source.fmt, target.fmt)
+        for taken, put in zip(source_slots.split(block_pages), target_slots.split(block_pages), strict=True):
+            blobs = source.read(taken)
+            if source.fmt != target.fmt:
+                blobs = encode(target.fmt, *decode(source.fmt, blobs))
+            target.write(put, blobs)
+
+
+def _between_slabs(
+    source: SlabPool, source_slots: Tensor, target: SlabPool, target_slots: Tensor, staging: Staging
+) -> None:
+    """Slab to slab, by the way their devices ask for."""
+    pools = (source.kernel_view(), target.kernel_view())
+    if source.device.type == target.device.type:
+        copy_pages(pools[0], source_slots, pools[1], target_slots)
+    elif target.device.type == "cuda":
+        _to_device(pools[0], source_slots, pools[1], target_slots, staging)
+    else:
+        _to_host(pools[0], source_slots, pools[1], target_slots, staging)
+
+
+def copy_pages(source: Pool, source_slots: Tensor, target: Pool, target_slots: Tensor) -> None:
+    """Pages of one format between pools of one kind of device."""
+    device = cast(torch.device, source.device)
+    scatter(target, target_slots.to(device), gather(source, source_slots.to(device)))
+
+
+def _to_device(source: Pool, source_slots: Tensor, target: Pool, target_slots: Tensor, staging: Staging) -> None:
+    """Host to device: a block is gathered into one pinned buffer while the other crosses."""
+    fmt = source.fmt
+    block_pages = staging.block_pages(fmt)
+    for turn, taken in enumerate(source_slots.split(block_pages)):
+        buffer, event = staging.pinned(turn, len(taken), fmt.page_bytes)
+        event.synchronize()
+        pages = torch.arange(len(taken))
+        copy_pages(source, taken, Pool(fmt, (buffer,)), pages)
+        arrived = buffer.to(staging.device, non_blocking=True)
+        put = target_slots[turn * block_pages :][: len(taken)]
+        copy_pages(Pool(fmt, (arrived,)), pages, target, put)
+        event.record()
+
+
+def _to_host(source: Pool, source_slots: Tensor, target: Pool, target_slots: Tensor, staging: Staging) -> None:
+    """Device to host: a block is spread over the host's slabs while the next one crosses."""
+    fmt = source.fmt
+    block_pages = staging.block_pages(fmt)
+    crossing: tuple[Tensor, torch.cuda.Event, Tensor] | None = None
+    for turn, taken in enumerate(source_slots.split(block_pages)):
+        buffer, event = staging.pinned(turn, len(taken), fmt.page_bytes)
+        pages = torch.arange(len(taken))
+        leaving = Pool(fmt, (torch.empty(buffer.shape, dtype=torch.uint8, device=staging.device),))
+        copy_pages(source, taken, leaving, pages)
+        buffer.copy_(leaving.slabs[0], non_blocking=True)
+        event.record()
+        if crossing is not None:
+            _land(crossing, target)
+        crossing = (buffer, event, target_slots[turn * block_pages :][: len(taken)])
+    if crossing is not None:
+        _land(crossing, target)
+
+
+def _land(crossing: tuple[Tensor, torch.cuda.Event, Tensor], target: Pool) -> None:
+    """Waits for a block and spreads it."""
+    buffer, event, put = crossing
+    event.synchronize()
+    copy_pages(Pool(target.fmt, (buffer,)), torch.arange(len(put)), target, put)
