@@ -23,7 +23,7 @@ from kernels.guards import INT32_MOST, check_int, check_real
 from kernels.schedule import Schedule
 from kernels.state import Partial
 from kernels.table import PageTable, Pool
-from kernels.upkeep import Upkeep
+from kernels.upkeep import Upkeep, check_append, check_places
 
 __all__ = [
     "BACKENDS",
@@ -140,7 +140,7 @@ def append(
     upkeep: Upkeep | None = None,
     backend: str | None = None,
 ) -> None:
-    """Writes new tokens into float pages in place: token t of stream s to row offset[t] of its slot.
+    """Writes new tokens into float pages in place: token t of stream s to row offset[s, t] of its slot.
 
     With `upkeep` the pages' key bounds are widened, and of each page that fills a quantised copy and prototypes are
     made, as if by separate calls after the write. A call must not write two pages to one slot.
@@ -149,7 +149,7 @@ def append(
         k: [S, T, D] float keys, of any strides. NaN and infinities are stored as they are.
         v: [S, T, D] float values, of any strides.
         table_slot: [S, T] int32, 0 to `pool.pages` - 1.
-        offset: [T] int32, 0 to P - 1.
+        offset: [T] int32 where all streams are alike, or [S, T]; 0 to P - 1.
         pool: of a float format.
         upkeep: what to keep current beside.
         backend: as in `attend`.
@@ -158,7 +158,7 @@ def append(
         ValueError: a pool whose pages can't be written token by token; types, shapes or devices that don't match; a
             slot, offset or page out of range (on a device only in debug mode). Nothing is written then.
     """
-    _check_append(k, v, table_slot, offset, pool)
+    check_append(k, v, table_slot, offset, pool)
     if upkeep is not None:
         upkeep.check(k, pool)
     name = choose_backend(backend, k.device.type)
@@ -178,59 +178,6 @@ def append(
         else:
             from kernels.linear_attention import add as run_linear
         run_linear(upkeep.linear, upkeep.feature_map, k, v, upkeep.linear_tokens)
-
-
-def _check_append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool) -> None:
-    """Refuses what can't be appended."""
-    if not pool.fmt.is_float:
-        raise ValueError(f"append to format {pool.fmt.name!r}: must be fp32, bf16 or fp16")
-    if k.shape != v.shape or k.dim() != 3 or k.shape[:2] != table_slot.shape or offset.shape != k.shape[1:2]:
-        raise ValueError(
-            f"append k {tuple(k.shape)}, v {tuple(v.shape)}, table_slot {tuple(table_slot.shape)}, "
-            f"offset {tuple(offset.shape)}: must be [S, T, D], [S, T, D], [S, T], [T]"
-        )
-    if k.shape[2] != pool.fmt.head_dim:
-        raise ValueError(f"append k {tuple(k.shape)}: must have D={pool.fmt.head_dim} like pool")
-    for name, value in (("k", k), ("v", v)):
-        if not value.dtype.is_floating_point:
-            raise ValueError(f"append {name} {value.dtype}: must be a float type")
-    for name, value in (("table_slot", table_slot), ("offset", offset)):
-        if value.dtype != torch.int32:
-            raise ValueError(f"append {name} {value.dtype}: must be torch.int32")
-    for name, value in (("v", v), ("table_slot", table_slot), ("offset", offset)):
-        if value.device != k.device:
-            raise ValueError(f"append {name} on {value.device}: must be on k's device, {k.device}")
-    if pool.slabs and pool.device != k.device:
-        raise ValueError(f"append pool on {pool.device}: must be on k's device, {k.device}")
-
-
-def check_places(table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None) -> None:
-    """Refuses slots, offsets and pages out of range; native code looks for itself."""
-    page_tokens = pool.fmt.page_tokens
-    _check_range("table_slot", table_slot, 0, pool.pages - 1)
-    _check_range("offset", offset, 0, page_tokens - 1)
-    if upkeep is None:
-        return
-    if upkeep.lowest is not None:
-        _check_range("upkeep.page", upkeep.page, 0, upkeep.lowest.shape[1] - 1)
-    for name, target, slot in (
-        ("sealed", upkeep.sealed, upkeep.sealed_slot),
-        ("prototype", upkeep.prototypes, upkeep.prototype_slot),
-    ):
-        if target is not None and slot is not None:
-            _check_range(f"upkeep.{name}_slot", slot, -1, target.pages - 1)
-            early = slot[:, offset != page_tokens - 1]
-            if bool((early >= 0).any()):
-                raise ValueError(
-                    f"upkeep.{name}_slot {int(early.max())} of a token that does not fill its page: must be -1"
-                )
-
-
-def _check_range(name: str, value: Tensor, least: int, most: int) -> None:
-    if value.numel():
-        low, high = (int(x) for x in value.aminmax())
-        if low < least or high > most:
-            raise ValueError(f"append {name} {low} to {high}: must be {least} to {most}")
 
 
 def gather(pool: Pool, slots: Tensor, backend: str | None = None) -> Tensor:

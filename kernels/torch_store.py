@@ -38,7 +38,7 @@ def _widen(k: Tensor, upkeep: Upkeep) -> None:
     if upkeep.lowest is None or upkeep.highest is None or not k.numel():
         return
     keys = k.to(upkeep.lowest.dtype)
-    column = upkeep.page.long()[None, :, None].expand(keys.shape)
+    column = upkeep.page.long().expand(keys.shape[:2])[..., None].expand(keys.shape)
     low, high = torch.where(keys.isnan(), math.inf, keys), torch.where(keys.isnan(), -math.inf, keys)
     upkeep.lowest.scatter_reduce_(1, column, low, "amin")
     upkeep.highest.scatter_reduce_(1, column, high, "amax")

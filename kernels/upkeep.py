@@ -24,7 +24,8 @@ class Upkeep:
     """What `kernels.api.append` keeps current; a part left None is not kept. Tensors are on the device of the keys.
 
     Attributes:
-        page: [T] int32, 0 to N - 1: the column of `lowest` and `highest` each new token widens. Only read with bounds.
+        page: [T] or [S, T] int32, 0 to N - 1: the column of `lowest` and `highest` each new token widens. Only read
+            with bounds.
         lowest, highest: [S, N, D] fp32, bf16 or fp16, channels contiguous: least and greatest key of each page by
             channel. A page without tokens must start as +inf and -inf. Keys count as stored (rounded to the pool's
             dtype, then to the bounds'); a NaN moves no bound.
@@ -51,8 +52,10 @@ class Upkeep:
 
     def __post_init__(self) -> None:
         """Checks types and what belongs together; shapes against k are checked by `check`."""
-        if self.page.dtype != torch.int32 or self.page.dim() != 1:
-            raise ValueError(f"upkeep.page {self.page.dtype} {tuple(self.page.shape)}: must be torch.int32 [T]")
+        if self.page.dtype != torch.int32 or self.page.dim() not in (1, 2):
+            raise ValueError(
+                f"upkeep.page {self.page.dtype} {tuple(self.page.shape)}: must be torch.int32 [T] or [S, T]"
+            )
         _check_bounds(self.lowest, self.highest)
         _check_copies("sealed", self.sealed, self.sealed_slot)
         _check_copies("prototype", self.prototypes, self.prototype_slot)
@@ -76,7 +79,7 @@ class Upkeep:
             ValueError: naming what is wrong and what is allowed.
         """
         streams, tokens, head_dim = k.shape
-        _check_fit("page", self.page, (tokens,), k)
+        _check_fit("page", self.page, (tokens,) if self.page.dim() == 1 else (streams, tokens), k)
         low, high = self.lowest, self.highest
         if low is not None and high is not None:
             shape = (streams, low.shape[1], head_dim)
@@ -135,3 +138,61 @@ def _check_fit(key: str, value: Tensor, shape: tuple[int, ...], k: Tensor) -> No
         raise ValueError(f"upkeep.{key} {tuple(value.shape)}: must be {shape}, for keys {tuple(k.shape)}")
     if value.device != k.device:
         raise ValueError(f"upkeep.{key} on {value.device}: must be on k's device, {k.device}")
+
+
+def check_append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool) -> None:
+    """Refuses what can't be appended."""
+    if not pool.fmt.is_float:
+        raise ValueError(f"append to format {pool.fmt.name!r}: must be fp32, bf16 or fp16")
+    if k.shape != v.shape or k.dim() != 3 or k.shape[:2] != table_slot.shape or _not_of_tokens(offset, k):
+        raise ValueError(
+            f"append k {tuple(k.shape)}, v {tuple(v.shape)}, table_slot {tuple(table_slot.shape)}, "
+            f"offset {tuple(offset.shape)}: must be [S, T, D], [S, T, D], [S, T], [T] or [S, T]"
+        )
+    if k.shape[2] != pool.fmt.head_dim:
+        raise ValueError(f"append k {tuple(k.shape)}: must have D={pool.fmt.head_dim} like pool")
+    for name, value in (("k", k), ("v", v)):
+        if not value.dtype.is_floating_point:
+            raise ValueError(f"append {name} {value.dtype}: must be a float type")
+    for name, value in (("table_slot", table_slot), ("offset", offset)):
+        if value.dtype != torch.int32:
+            raise ValueError(f"append {name} {value.dtype}: must be torch.int32")
+    for name, value in (("v", v), ("table_slot", table_slot), ("offset", offset)):
+        if value.device != k.device:
+            raise ValueError(f"append {name} on {value.device}: must be on k's device, {k.device}")
+    if pool.slabs and pool.device != k.device:
+        raise ValueError(f"append pool on {pool.device}: must be on k's device, {k.device}")
+
+
+def check_places(table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None) -> None:
+    """Refuses slots, offsets and pages out of range; native code looks for itself."""
+    page_tokens = pool.fmt.page_tokens
+    _check_range("table_slot", table_slot, 0, pool.pages - 1)
+    _check_range("offset", offset, 0, page_tokens - 1)
+    if upkeep is None:
+        return
+    if upkeep.lowest is not None:
+        _check_range("upkeep.page", upkeep.page, 0, upkeep.lowest.shape[1] - 1)
+    for name, target, slot in (
+        ("sealed", upkeep.sealed, upkeep.sealed_slot),
+        ("prototype", upkeep.prototypes, upkeep.prototype_slot),
+    ):
+        if target is not None and slot is not None:
+            _check_range(f"upkeep.{name}_slot", slot, -1, target.pages - 1)
+            early = slot[(offset != page_tokens - 1).expand(slot.shape)]
+            if bool((early >= 0).any()):
+                raise ValueError(
+                    f"upkeep.{name}_slot {int(early.max())} of a token that does not fill its page: must be -1"
+                )
+
+
+def _check_range(name: str, value: Tensor, least: int, most: int) -> None:
+    if value.numel():
+        low, high = (int(x) for x in value.aminmax())
+        if low < least or high > most:
+            raise ValueError(f"append {name} {low} to {high}: must be {least} to {most}")
+
+
+def _not_of_tokens(x: Tensor, k: Tensor) -> bool:
+    """Whether x is neither [T] nor [S, T] for keys k [S, T, D]."""
+    return x.shape not in (k.shape[1:2], k.shape[:2])

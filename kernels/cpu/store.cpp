@@ -132,15 +132,16 @@ struct Copies {
   Slabs pool;
 };
 
-// k, v: [S, T, D], channels contiguous, strides in elements; all else as kernels/upkeep.py. Filled by
-// kernels/cpu/store.py.
+// k, v: [S, T, D], channels contiguous, strides in elements; all else as kernels/upkeep.py. A stride of 0 between
+// streams: they share the row. Filled by kernels/cpu/store.py.
 struct Append {
   const uint8_t *k, *v;
   int64_t source, k_stream, k_token, v_stream, v_token, S, T, D, P;
   const int32_t *slot, *offset;
-  int64_t slot_stream;
+  int64_t slot_stream, offset_stream;
   Slabs pool;
   const int32_t* page;
+  int64_t page_stream;
   uint8_t *lowest, *highest;  // [S, N, D] or null
   int64_t bounds_format, N, low_stream, low_page, high_stream, high_page;
   Copies sealed, prototypes;
@@ -245,8 +246,9 @@ void append_stream(const Append& c, int64_t s) {
   std::vector<float> tile(2 * P * D + 2 * D);  // also holds the rows of one token
   float *x = tile.data(), *old = x + D;
   std::vector<uint8_t> stored(4 * D);
+  const int32_t* offset = c.offset + s * c.offset_stream;
   for (int64_t t = 0; t < c.T; ++t) {
-    const int64_t slot = c.slot[s * c.slot_stream + t], row = c.offset[t];
+    const int64_t slot = c.slot[s * c.slot_stream + t], row = offset[t];
     uint8_t* page = c.pool.at(slot);
     get_float(x, c.source, c.v + (s * c.v_stream + t * c.v_token) * in, D);
     put_float(page + (P * D + row * D) * width, c.pool.format, x, D);
@@ -255,7 +257,7 @@ void append_stream(const Append& c, int64_t s) {
     if (width == 4) spread<uint32_t>(page + row * 4, stored.data(), P, D);
     else spread<uint16_t>(page + row * 2, stored.data(), P, D);
     if (c.lowest) {
-      const int64_t size = width_of(c.bounds_format), at = c.page[t];
+      const int64_t size = width_of(c.bounds_format), at = c.page[s * c.page_stream + t];
       get_float(x, c.pool.format, stored.data(), D);
       round_to(x, c.bounds_format, stored.data(), D);
       widen<true>(c.lowest + (s * c.low_stream + at * c.low_page) * size, c.bounds_format, x, old, D);
@@ -277,21 +279,28 @@ void append_stream(const Append& c, int64_t s) {
 
 // What is out of range, or 0: 1 table_slot, 2 offset, 3 page, 4 sealed_slot, 5 prototype_slot.
 int64_t fault(const Append& c) {
-  auto bad = [&](const Copies& copies, int64_t at, int64_t t) {
+  for (int64_t s = 0; s < (c.offset_stream ? c.S : 1); ++s)
+    for (int64_t t = 0; t < c.T; ++t) {
+      const int64_t row = c.offset[s * c.offset_stream + t];
+      if (row < 0 || row >= c.P) return 2;
+    }
+  for (int64_t s = 0; c.lowest && s < (c.page_stream ? c.S : 1); ++s)
+    for (int64_t t = 0; t < c.T; ++t) {
+      const int64_t column = c.page[s * c.page_stream + t];
+      if (column < 0 || column >= c.N) return 3;
+    }
+  auto bad = [&](const Copies& copies, int64_t s, int64_t t) {
     if (!copies.slot) return false;
-    const int64_t slot = copies.slot[at * copies.stream + t];
-    return slot < -1 || slot >= copies.pool.pages || (slot >= 0 && c.offset[t] != c.P - 1);
+    const int64_t slot = copies.slot[s * copies.stream + t];
+    return slot < -1 || slot >= copies.pool.pages || (slot >= 0 && c.offset[s * c.offset_stream + t] != c.P - 1);
   };
-  for (int64_t t = 0; t < c.T; ++t) {
-    if (c.offset[t] < 0 || c.offset[t] >= c.P) return 2;
-    if (c.lowest && (c.page[t] < 0 || c.page[t] >= c.N)) return 3;
-    for (int64_t s = 0; s < c.S; ++s) {
+  for (int64_t s = 0; s < c.S; ++s)
+    for (int64_t t = 0; t < c.T; ++t) {
       const int64_t slot = c.slot[s * c.slot_stream + t];
       if (slot < 0 || slot >= c.pool.pages) return 1;
       if (bad(c.sealed, s, t)) return 4;
       if (bad(c.prototypes, s, t)) return 5;
     }
-  }
   return 0;
 }
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from kernels.cpu.build import library
 from kernels.pages import FLOAT_DTYPES, FORMAT_IDS
 from kernels.table import PageTable, Pool
-from kernels.upkeep import Upkeep
+from kernels.upkeep import Upkeep, check_places
 
 SOURCE_IDS = {dtype: FORMAT_IDS[name] for name, dtype in FLOAT_DTYPES.items()}
 # Structures of eight-byte fields, in the order store.cpp and score.cpp declare them; packed, which takes a third of the
 # time that filling a ctypes array does.
-APPEND = struct.Struct("46q").pack
+APPEND = struct.Struct("48q").pack
 SCORES = struct.Struct("15q").pack
-NO_BOUNDS = (0,) * 9
+NO_BOUNDS = (0,) * 10
 NO_COPIES = (0,) * 8
 # Fewer elements than this are written sooner than a second thread wakes.
 THREADED_ELEMENTS = 1 << 16
@@ -28,8 +28,7 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
     """As `kernels.api.append`, in one native call."""
     if k.dtype != v.dtype or k.dtype not in SOURCE_IDS:
         k, v = k.float(), v.float()
-    k, v, table_slot = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v, table_slot))
-    offset = offset.contiguous()
+    k, v, table_slot, offset = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v, table_slot, offset))
     extra, held = _upkeep(upkeep)
     call = APPEND(
         k.data_ptr(),
@@ -42,6 +41,7 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
         table_slot.data_ptr(),
         offset.data_ptr(),
         table_slot.stride(0),
+        offset.stride(0) if offset.dim() == 2 else 0,
         *pool.native,
         *extra,
         torch.get_num_threads() if k.numel() >= THREADED_ELEMENTS else 1,
@@ -58,27 +58,26 @@ def _upkeep(upkeep: Upkeep | None) -> tuple[tuple[int, ...], list[Tensor]]:
         return NO_BOUNDS + NO_COPIES + NO_COPIES, []
     held: list[Tensor] = []
 
-    def address(x: Tensor) -> int:
-        held.append(x if x.is_contiguous() else x.contiguous())
-        return held[-1].data_ptr()
+    def rows(x: Tensor) -> tuple[int, int]:
+        """Address, and elements from one stream to the next; 0 where all streams share one row."""
+        held.append(x if x.stride(-1) == 1 else x.contiguous())
+        return held[-1].data_ptr(), held[-1].stride(0) if x.dim() == 2 else 0
 
     numbers = NO_BOUNDS
     low, high = upkeep.lowest, upkeep.highest
     if low is not None and high is not None:
-        places = (address(upkeep.page), low.data_ptr(), high.data_ptr(), SOURCE_IDS[low.dtype], low.shape[1])
+        places = (*rows(upkeep.page), low.data_ptr(), high.data_ptr(), SOURCE_IDS[low.dtype], low.shape[1])
         numbers = (*places, *low.stride()[:2], *high.stride()[:2])
     for target, slot in ((upkeep.sealed, upkeep.sealed_slot), (upkeep.prototypes, upkeep.prototype_slot)):
         if target is None or slot is None:
             numbers += NO_COPIES
         else:
-            numbers += (address(slot), slot.shape[1], *target.native)
+            numbers += (*rows(slot), *target.native)
     return numbers, held
 
 
 def _refuse_append(fault: int, table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None) -> None:
     """Says what store.cpp found out of range."""
-    from kernels.api import check_places
-
     check_places(table_slot, offset, pool, upkeep)
     raise AssertionError(f"store.cpp refused argument {fault} of an append that is in range")
 

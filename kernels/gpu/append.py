@@ -23,6 +23,10 @@ from kernels.prototypes import encode_prototypes, make_prototypes
 from kernels.table import Pool
 from kernels.upkeep import Upkeep
 
+BOUND_NAMES = (
+    *("page_column", "column_stream", "lowest", "highest"),
+    *("low_stream", "low_page", "high_stream", "high_page", "columns"),
+)
 FORMAT_OF = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -87,7 +91,10 @@ def last_of(slots, length, RUN: tl.constexpr):
     return tl.max(tl.load(slots + i, mask=i < length, other=-1), 0)
 
 
-@triton.jit(do_not_specialize=["pages", "slab_pages", "sealed_pages", "sealed_slab_pages", "proto_pages", "proto_slab"])
+PLAIN = ("pages", "slab_pages", "sealed_pages", "sealed_slab_pages", "proto_pages", "proto_slab")
+
+
+@triton.jit(do_not_specialize=[*PLAIN, "offset_stream", "column_stream"])
 def append_kernel(
     k,
     v,
@@ -99,11 +106,13 @@ def append_kernel(
     v_channel,
     table_slot,
     offset,
+    offset_stream,
     tokens,
     slabs,
     pages,
     slab_pages,
     page_column,
+    column_stream,
     lowest,
     highest,
     low_stream,
@@ -136,7 +145,7 @@ def append_kernel(
     """Program (s, t) does the run of stream s that starts with token t; it leaves at once if none does.
 
     BOUNDS is the bounds' float format, SEALED the copy's format; -1 for none. PROTO_BYTES 0 for no prototype.
-    Slots and columns out of range are skipped.
+    A stride of 0 between streams: they share the row. Slots and columns out of range are skipped.
     """
     s, first = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slots = table_slot + s * tokens
@@ -153,7 +162,7 @@ def append_kernel(
     most = tl.full([BLOCK_D], float("-inf"), tl.float32)
     for start in range(0, RUN, BLOCK_T):
         i = start + tl.arange(0, BLOCK_T)
-        row = tl.load(offset + first + i, mask=i < length, other=-1)[:, None]
+        row = tl.load(offset + s * offset_stream + first + i, mask=i < length, other=-1)[:, None]
         inside = (row >= 0) & (row < P) & (d < D)[None, :]
         at = (first + i).to(tl.int64)[:, None]
         keys = tl.load(k + s * k_stream + at * k_token + d[None, :] * k_channel, mask=inside, other=0.0).to(tl.float32)
@@ -166,7 +175,7 @@ def append_kernel(
         values = tl.load(v + s * v_stream + at * v_token + d[None, :] * v_channel, mask=inside, other=0.0)
         store_float((page, P * D + row * D + d[None, :]), values.to(tl.float32), inside, FORMAT)
     if BOUNDS >= 0:
-        column = tl.load(page_column + first)
+        column = tl.load(page_column + s * column_stream + first)
         if (column >= 0) & (column < columns):
             widen(lowest + s * low_stream + column.to(tl.int64) * low_page, least, True, D, BOUNDS)
             widen(highest + s * high_stream + column.to(tl.int64) * high_page, most, False, D, BOUNDS)
@@ -218,6 +227,7 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
         *v.stride(),
         table_slot.contiguous(),
         offset.contiguous(),
+        tokens if offset.dim() == 2 else 0,
         tokens,
         pool.slab_pointers,
         pool.pages,
@@ -239,17 +249,17 @@ def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool,
 
 def _upkeep_arguments(upkeep: Upkeep | None, k: Tensor) -> tuple[dict[str, Any], dict[str, int]]:
     """The kernel's arguments and constants for what is kept; None and -1 or 0 for what is not."""
-    names = ("page_column", "lowest", "highest", "low_stream", "low_page", "high_stream", "high_page", "columns")
     sealed_names = ("sealed_slot", "sealed_slabs", "sealed_pages", "sealed_slab_pages")
     proto_names = ("proto_slot", "proto_slabs", "proto_pages", "proto_slab")
-    arguments: dict[str, Any] = dict.fromkeys((*names, *sealed_names, *proto_names))
+    arguments: dict[str, Any] = dict.fromkeys((*BOUND_NAMES, *sealed_names, *proto_names))
     constants = {"BOUNDS": -1, "SEALED": -1, "SEALED_BYTES": 0, "PROTO_BYTES": 0}
     if upkeep is None:
         return arguments, constants
     low, high = upkeep.lowest, upkeep.highest
     if low is not None and high is not None and low.shape[1]:
+        page = (upkeep.page.contiguous(), k.shape[1] if upkeep.page.dim() == 2 else 0)
         strides = (*low.stride()[:2], *high.stride()[:2])
-        arguments |= zip(names, (upkeep.page.contiguous(), low, high, *strides, low.shape[1]), strict=True)
+        arguments |= zip(BOUND_NAMES, (*page, low, high, *strides, low.shape[1]), strict=True)
         constants["BOUNDS"] = FORMAT_OF[low.dtype]
     one_group = upkeep.prototypes is not None and upkeep.prototypes.fmt.groups == 1
     kept = (
@@ -304,8 +314,7 @@ def _variant(
     }
     if tokens == 1:
         constants["tokens"] = 1
-    bounds = ("page_column", "lowest", "highest", "low_stream", "low_page", "high_stream", "high_page", "columns")
-    absent = () if kept else (*bounds, "proto_slot", "proto_slabs", "proto_pages", "proto_slab")
+    absent = () if kept else (*BOUND_NAMES, "proto_slot", "proto_slabs", "proto_pages", "proto_slab")
     if copy is None:
         absent += ("sealed_slot", "sealed_slabs", "sealed_pages", "sealed_slab_pages")
     constants |= dict.fromkeys(absent)

@@ -252,6 +252,37 @@ def assert_prototypes_alike(fmt: pages.PageFormat, got: torch.Tensor, want: torc
     assert torch.equal(got[:, used:], want[:, used:])
 
 
+@settings(max_examples=6, deadline=None)
+@given(
+    starts=st.lists(st.integers(0, 40), min_size=1, max_size=4),
+    tokens_each=st.sampled_from([1, 1, 2, 19]),
+    alike=st.booleans(),
+    seed=st.integers(0, 99),
+)
+def test_streams_at_different_offsets(starts: list[int], tokens_each: int, alike: bool, seed: int) -> None:
+    """`alike`: the offset of all streams is given once, the page of each stream."""
+    streams, rng = len(starts), torch.Generator().manual_seed(seed)
+    fmt = page_format("fp32", 16, 64)
+    mine = make_writing(fmt, streams, 4, "int8", 1, torch.float32)
+    for slab in mine.pool.slabs:
+        slab.zero_()  # tokens before the first
+    theirs = mine.copy()
+    first = torch.tensor(starts if not alike else starts[:1] * streams)
+    places = torch.randperm(streams * 4, generator=rng).view(streams, 4).int()
+    k = tokens(streams, tokens_each, 64, seed)
+    position = first[:, None] + torch.arange(tokens_each)
+    page, offset = (position // 16).int(), (position % 16).int()
+    slot = places.gather(1, page.long())
+    fills = torch.where(offset == 15, slot, -1)
+    for writing, run in ((mine, partial(api.append, backend="triton")), (theirs, torch_store.append)):
+        kept = writing.upkeep | {"sealed_slot": fills, "prototype_slot": fills}
+        run(k, -k, slot, offset[0] if alike else offset, writing.pool, Upkeep(page, **kept))
+    got, want = mine.tensors(), theirs.tensors()
+    for key in ("pool", "lowest", "highest", "sealed"):
+        assert torch.equal(got[key], want[key]), key
+    assert_prototypes_alike(page_format("proto", 16, 64), got["prototypes"], want["prototypes"])
+
+
 def test_append_skips_what_lies_outside_and_a_nan_moves_no_bound() -> None:
     fmt = page_format("fp32", 16, 64)
     writing = make_writing(fmt, 2, 1, "int8", 1, torch.float32)
