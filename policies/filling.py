@@ -74,15 +74,21 @@ def best(value: Tensor, candidate: Tensor, pages: Tensor) -> Tensor:
     length = value.shape[-1]
     # +inf for candidates, -inf for others: several times faster than where or masked_fill.
     sign = candidate.float().sub_(0.5).mul_(torch.inf)
-    masked = torch.minimum(value, sign, out=sign)
     place = (length - pages).clamp(0, length - 1)
     one = int(place[0]) if bool((place == place[0]).all()) else None
-    threshold = ascending(masked, one).gather(-1, place.unsqueeze(-1))
-    above, equal = masked > threshold, masked == threshold
-    missing = pages - count(above)
-    if bool((count(equal) > missing).any()):
-        equal &= equal.cumsum(-1, dtype=torch.int32) <= missing.unsqueeze(-1)
-    return (above | equal) & candidate
+    threshold = ascending(torch.minimum(value, sign, out=sign), one).gather(-1, place.unsqueeze(-1))
+    chosen = (value >= threshold).logical_and_(candidate)
+    tied = (count(chosen) > pages).nonzero().squeeze(1)
+    if len(tied):
+        chosen[tied] = _untied(value[tied], threshold[tied], chosen[tied], pages[tied])
+    return chosen
+
+
+def _untied(value: Tensor, threshold: Tensor, chosen: Tensor, pages: Tensor) -> Tensor:
+    """`best` where more pages reach the threshold than may stay: of those just at it the oldest do."""
+    above = chosen & (value > threshold)
+    equal = chosen & ~above
+    return above | (equal & (equal.cumsum(-1, dtype=torch.int32) <= (pages - count(above)).unsqueeze(-1)))
 
 
 def fill(room: Room, candidate: Tensor, rank: Callable[[], Tensor]) -> Tensor:
@@ -130,7 +136,7 @@ def _fill_uneven(room: Room, candidate: Tensor, rank: Tensor) -> Tensor:
     length = rank.shape[-1]
     backwards = torch.arange(length - 1, -1, -1, device=rank.device)
     keys = order_keys(rank, backwards)  # the last of them is the best page, the oldest of equals
-    ordered = ascending(keys)
+    ordered = ascending(keys.clone())
     order = (length - 1) - (ordered & 0xFFFFFFFF)
     cost = room.page_bytes.of(room.fmt).double() * candidate
     spent = cost.gather(-1, order).flip(-1).cumsum(-1)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -116,9 +117,9 @@ class Plan:
         ones = torch.ones(layers, kv_heads, pages, dtype=torch.int8, device=device)
         return Plan(ones * Mode.EXACT, ones * Format.COMPUTE, ones * Tier.L1)
 
-    @property
+    @cached_property
     def alive(self) -> Tensor:
-        """[L, Hk, N] bool: pages that still exist."""
+        """[L, Hk, N] bool: pages that still exist; the plan's tensors are not to change any more."""
         return self.tier != Tier.DROPPED
 
 
