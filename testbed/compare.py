@@ -14,16 +14,15 @@ from pathlib import Path
 from typing import Any, TextIO, get_args
 
 from rich.console import Console
-from rich.table import Table
 
 from testbed.commands import guarded
 from testbed.results import html, stats
 from testbed.results.comparison import CompareError, Setting, Variant, alarms, find_records, paired, settings
-from testbed.results.display import value_text
+from testbed.results.display import Sheet, value_text
 from testbed.results.names import UNITS
 from testbed.results.plots import Point, svg
 from testbed.results.record import write_atomically
-from testbed.results.table import PLAIN_WIDTH
+from testbed.results.table import PLAIN_WIDTH, sheet_table
 from testbed.results.tracker import Mode, Tracker
 
 MEASURED = ("task.score", "quality.kept", "kl.mean", "kv.total_bytes", "kv.total_saved", "decode.ms_per_token")
@@ -44,7 +43,7 @@ class Comparison:
         runs: records compared.
     """
 
-    sheets: tuple[html.Sheet, ...]
+    sheets: tuple[Sheet, ...]
     plots: tuple[str, ...]
     alarms: tuple[str, ...]
     notes: tuple[str, ...]
@@ -64,7 +63,7 @@ def compare(paths: Sequence[str | Path], baseline: str | None = None, seed: int 
         CompareError: nothing to compare, unreadable, mixed schemas, or no such baseline.
     """
     records, notes = find_records(paths)
-    sheets: list[html.Sheet] = []
+    sheets: list[Sheet] = []
     plots: list[str] = []
     lines: list[str] = []
     rows: list[dict[str, Any]] = []
@@ -113,7 +112,7 @@ def _put(row: dict[str, Any], name: str, value: stats.Estimate | float | None) -
     row[f"{name}.low"], row[f"{name}.high"] = ci or (None, None)
 
 
-def _measured(setting: Setting, rows: Sequence[dict[str, Any]], against: str) -> html.Sheet:
+def _measured(setting: Setting, rows: Sequence[dict[str, Any]], against: str) -> Sheet:
     columns = ["policy", "budget", "samples", "score", f"Δ score to {against}", "kept", "KL", "KV in all tiers",
                "saved", "ms/token", f"speed against {against}"]  # fmt: skip
     names = [
@@ -134,7 +133,7 @@ def _measured(setting: Setting, rows: Sequence[dict[str, Any]], against: str) ->
         )
         for row in rows
     ]
-    return html.Sheet(f"Measured: {setting.label}", columns, body)
+    return Sheet(f"Measured: {setting.label}", columns, body)
 
 
 def _cell(row: dict[str, Any], name: str, unit: str) -> str:
@@ -150,7 +149,7 @@ def _short(value: float | None, unit: str) -> str:
     return value_text(value, unit).strip()
 
 
-def _simulated(setting: Setting) -> list[html.Sheet]:
+def _simulated(setting: Setting) -> list[Sheet]:
     """Predictions of the twin, in a table of their own."""
     names = sorted(
         {
@@ -166,7 +165,7 @@ def _simulated(setting: Setting) -> list[html.Sheet]:
     body = [
         (v.label, *(value_text(v.mean(name), UNITS.get(name, "ms/token")) for name in names)) for v in setting.variants
     ]
-    return [html.Sheet(f"Simulated: {setting.label}", ("policy", *names), body)]
+    return [Sheet(f"Simulated: {setting.label}", ("policy", *names), body)]
 
 
 def _plots(setting: Setting) -> list[str]:
@@ -192,12 +191,7 @@ def show(comparison: Comparison, file: TextIO) -> None:
     """Prints the tables, alarms and notes."""
     console = Console(file=file, width=None if file.isatty() else 2 * PLAIN_WIDTH, highlight=False)
     for sheet in comparison.sheets:
-        table = Table(title=sheet.title, title_justify="left")
-        for at, column in enumerate(sheet.columns):
-            table.add_column(column, justify="left" if at == 0 else "right")
-        for row in sheet.rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(sheet_table(sheet))
     for style, label, lines in (("bold red", "ALARM", comparison.alarms), ("dim", "note", comparison.notes)):
         for line in lines:
             console.print(f"{label}: {line}", style=style, markup=False)

@@ -5,6 +5,7 @@ config -> model, workload, policy -> per context: prefill once -> full cache and
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,14 +15,16 @@ from types import FrameType
 
 import torch
 
-from policies.base import Phase, Plan, Share, Signals, fit
+from policies.base import Phase, Plan, Share, Signals, fit, fixed_bytes
 from testbed.cache.layout import Hot
+from testbed.cache.pool import CacheError
+from testbed.cache.traffic import Traffic
 from testbed.calibrate import head_measures
 from testbed.decisions import DecisionLog
 from testbed.engine.evaluate import Agreement, Answer, agreement, answer
 from testbed.engine.prefill import check_length, prefill
 from testbed.engine.session import Session
-from testbed.engine.signals import SignalContext
+from testbed.engine.signals import SignalContext, build_sources
 from testbed.models.base import Decoder
 from testbed.results.progress import Progress
 from testbed.setup import Setup
@@ -51,6 +54,7 @@ class Experiment:
     decoder: Decoder
     progress: Progress
     outcomes: list[Outcome] = field(default_factory=list)
+    loading: list[Traffic] = field(default_factory=list)  # of each context, until its questions are asked
     head_classes: torch.Tensor | None = None
     _stopped: bool = False
 
@@ -71,31 +75,58 @@ class Experiment:
         work = self.settings.workload
         check_length(self.decoder, work.max_length_tokens)  # before the text is encoded
         samples = list(work.samples(self.decoder.encode, self.decoder.decode, self.settings.seed))
+        longest = 0
         for sample in samples:
             more = len(sample.question_tokens) + max(work.max_new_tokens, len(sample.continuation_tokens))
+            more += sample.history_tokens
             check_length(self.decoder, len(sample.context_tokens), more)
             self._check_budget(len(sample.context_tokens))
+            longest = max(longest, len(sample.context_tokens) + more)
+        self._check_capacity(longest)
         return samples
 
     def _check_budget(self, length_tokens: int) -> None:
         """Raises PolicyError if the budget can't hold what must stay of such a context."""
-        config, policy, cache = self.settings.session_config(full=False), self.settings.policy, self.settings.cache
-        geometry = self.decoder.geometry
-        if config.budget_fraction is None or length_tokens < policy.cold_start_tokens:
+        config, geometry = self.settings.session_config(full=False), self.decoder.geometry
+        if config.budget_fraction is None or length_tokens < self.settings.policy.cold_start_tokens:
             return
+        budget = int(config.budget_fraction * length_tokens * geometry.token_bytes(torch.bfloat16))
+        signals = self._signals(length_tokens, False, budget)
+        nothing = torch.zeros(geometry.layers, geometry.kv_heads, dtype=torch.float64)
+        fit(signals, Share(nothing, torch.zeros(signals.shape, dtype=torch.bool)), nothing)
+
+    def _check_capacity(self, length_tokens: int) -> None:
+        """Raises CacheError if the device's capacity can't hold what must stay of a sequence that long."""
+        config = self.settings.session_config(full=False)
+        capacity = config.cache.capacities(self.decoder.device).l1_bytes
+        if capacity is None:
+            return
+        sources = build_sources(self.settings.policy.needs, self._signal_context(), config.signals)
+        bounds = any(source.wants_bounds for source in sources.values())
+        fixed = float(fixed_bytes(self._signals(length_tokens, bounds, None)).sum())
+        slack = config.cache.device_slab_bytes(self.decoder.geometry.head_dim)
+        least = math.ceil((fixed + slack) / config.cache.swap_threshold)
+        if capacity < least:
+            raise CacheError(
+                f"cache.l1_bytes={config.cache.l1_bytes!r}: {capacity} bytes can't hold sinks, recent window and "
+                f"metadata of {length_tokens} tokens below cache.swap_threshold={config.cache.swap_threshold}; at "
+                f"least {least}, or lower cache.sink_tokens, cache.hot_tokens"
+            )
+
+    def _signals(self, length_tokens: int, with_bounds: bool, budget_bytes: int | None) -> Signals:
+        """What a policy would be told of a sequence of that length of which nothing is known yet."""
+        geometry, cache = self.decoder.geometry, self.settings.cache
         hot = Hot(cache.page_tokens, cache.sink_tokens, cache.hot_tokens).mask(length_tokens)
-        signals = Signals(
+        return Signals(
             phase=Phase.COMPRESS,
             step=0,
             length_tokens=length_tokens,
             page_tokens=cache.page_tokens,
             hot=hot,
             held=Plan.dense(geometry.layers, geometry.kv_heads, len(hot)),
-            page_bytes=cache.page_bytes(geometry.head_dim, with_bounds=False),
-            device_budget_bytes=int(config.budget_fraction * length_tokens * geometry.token_bytes(torch.bfloat16)),
+            page_bytes=cache.page_bytes(geometry.head_dim, with_bounds),
+            device_budget_bytes=budget_bytes,
         )
-        nothing = torch.zeros(geometry.layers, geometry.kv_heads, dtype=torch.float64)
-        fit(signals, Share(nothing, torch.zeros(signals.shape, dtype=torch.bool)), nothing)
 
     def run(self) -> None:
         """Runs every context."""
@@ -136,12 +167,13 @@ class Experiment:
         )
         seconds = time.perf_counter() - started
         try:
-            full.start(dense)
-            session.start(dense, free_source=True)
+            full.start(dense, roles=group[0].roles)
+            session.start(dense, free_source=True, roles=group[0].roles)
             self.head_classes = session.classes
             del dense
             for sample in group:
                 yield self._ask(sample, full, session, seconds)
+            self.loading.append(session.cache.traffic)
         finally:
             full.close()
             session.close()
@@ -150,7 +182,7 @@ class Experiment:
         work = self.settings.workload
         answers, texts = [], []
         for each in (full, session):
-            fork = each.fork()
+            fork = each.fork(own_pools=True)
             try:
                 answers.append(
                     answer(
@@ -159,6 +191,7 @@ class Experiment:
                         sample.continuation_tokens,
                         work.max_new_tokens,
                         wants_answer=bool(sample.answer),
+                        history=sample.history,
                     )
                 )
             finally:

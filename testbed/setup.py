@@ -59,8 +59,18 @@ class Setup:
 
     def session_config(self, full: bool) -> SessionConfig:
         """Of the policy's sessions, or of the full cache's."""
-        fraction = self.budget_fraction if self.compresses and not full else None
-        return SessionConfig(self.cache, fraction, self.kernel, self.seed, {} if full else self.signals)
+        if full or not self.compresses:  # nothing of the full cache may leave the device
+            cache = replace(self.cache, l1_bytes=None, l2_bytes=None, l3_bytes=None, l3_path=None)
+            return SessionConfig(cache, None, self.kernel, self.seed, {} if full else self.signals)
+        return SessionConfig(self.cache, self.budget_fraction, self.kernel, self.seed, self.signals)
+
+    @property
+    def archives(self) -> bool:
+        """Whether pages may come to L3: the policy sends them there, or to an L2 that may be full."""
+        limits = self.session_config(full=False).cache.capacities()
+        victim = self.policy.eviction.victim_tier
+        may = victim == Tier.L3 or (victim == Tier.L2 and limits.l2_bytes is not None)
+        return self.compresses and may and limits.l3_bytes != 0
 
 
 def build(node: Any, what: str) -> Any:
@@ -111,9 +121,7 @@ def setup(cfg: DictConfig) -> Setup:
             raise ConfigError(f"engine.kernel={cfg.engine.kernel!r}: {error}; or null for the fastest here") from error
     signals: Any = OmegaConf.to_container(cfg.signals, resolve=True)
     cache: CacheConfig = build(cfg.cache, "cache")
-    if policy.eviction.victim_tier == Tier.L3:
-        check_folder(cache.archive_folder())
-    return Setup(
+    made = Setup(
         policy=policy,
         full=full_policy(),
         workload=build(cfg.workload, "workload"),
@@ -128,6 +136,9 @@ def setup(cfg: DictConfig) -> Setup:
         twin=_machines(cfg.twin),
         seed=cfg.seed,
     )
+    if made.archives:
+        check_folder(cache.archive_folder())
+    return made
 
 
 def _check_keys(cfg: DictConfig) -> None:

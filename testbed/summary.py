@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kernels.api import choose_backend
 from policies.base import Head, Tier
+from testbed import tiers
 from testbed.decisions import DecisionLog
 from testbed.engine.evaluate import Answer
 from testbed.experiment import Experiment, Outcome, logs
@@ -45,6 +46,7 @@ def results(run: Experiment) -> list[Number]:
         *_bytes(outcomes, seed, groups),
         number("prefill.s", _mean([each.prefill_s for each in outcomes], seed, groups)),
         *_times(outcomes, seed, groups),
+        *tiers.numbers(run),
         *_twins(outcomes, run.settings.twin),
     ]
     return out
@@ -89,12 +91,13 @@ def _bytes(outcomes: Sequence[Outcome], seed: int, groups: Sequence[str]) -> lis
 
 
 def decode_ms(answer: Answer) -> float:
-    """Time per token of one answer: the median run of the model plus the mean of the planning.
+    """Time per token of one answer: the median run of the model plus the mean of planning and of waiting for pages.
 
-    The median keeps a hiccup of the machine out; planning happens in few steps, so its median would be nothing.
+    The median keeps a hiccup of the machine out; planning and waiting happen in few steps, so their median would be
+    nothing.
     """
-    run = float(np.median([step.total_s - step.plan_s for step in answer.times]))
-    return 1e3 * (run + float(np.mean([step.plan_s for step in answer.times])))
+    run = float(np.median([step.total_s - step.plan_s - step.stall_s for step in answer.times]))
+    return 1e3 * (run + float(np.mean([step.plan_s + step.stall_s for step in answer.times])))
 
 
 def _times(outcomes: Sequence[Outcome], seed: int, groups: Sequence[str]) -> list[Number]:
@@ -250,7 +253,8 @@ def record(
         results=tuple(results(run)) if run.outcomes else (),
         activity=activity(run) if run.outcomes else {},
         bytes=bytes_by_place(run.outcomes) if run.outcomes else {},
-        samples=tuple(sample_row(each) for each in run.outcomes),
+        tiers=tiers.section(run),
+        samples=tuple(sample_row(each) | more for each, more in zip(run.outcomes, tiers.sample_keys(run), strict=True)),
         alarms=alarms,
         notes=tuple(notes),
     )

@@ -135,6 +135,11 @@ class CacheConfig:
             metadata=TABLE_BYTES_PER_PAGE + (2 * head_dim * self.torch_dtype.itemsize if with_bounds else 0),
         )
 
+    def device_slab_bytes(self, head_dim: int) -> int:
+        """Bytes of one slab of every pool on the device: what may be held and free, once pools are compacted."""
+        each = self.page_bytes(head_dim, with_bounds=False)
+        return self.slab_pages * (each.compute + each.int8 + each.int4 + each.prototype + each.background)
+
     def capacities(self, device: torch.device | str = "cpu") -> Capacities:
         """The tiers' sizes in bytes, shares being of the memory of that device and of the host."""
         device_bytes = device_memory_bytes(torch.device(device)) if self.l1_bytes is not None else 0

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from testbed.results.record import Number, Record
 
 ABSENT = "–"
 _BYTE_STEPS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """A table of text."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
 
 
 def value_text(value: float | None, unit: str) -> str:

@@ -13,19 +13,11 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from testbed.results.display import ABSENT, number_text, policy_name
+from testbed.results import tiers
+from testbed.results.display import ABSENT, Sheet, number_text, policy_name
 from testbed.results.record import Record, write_atomically
 
 KINDS = ("measured", "simulated", "quoted")
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """A table of text."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -60,7 +52,7 @@ def write(what: Page | Record, path: Path) -> Path:
 def record_page(record: Record) -> Page:
     """The page of one run."""
     status = record.status if record.status == "complete" else f"{record.status}: {record.reason}"
-    tables = [_results(record)]
+    tables = [_results(record), *tiers.sheets(record)]
     for title, values in (("Activity", record.activity), ("Bytes", record.bytes)):
         if values:
             rows = [(key, _plain(value)) for key, value in flatten(values).items()]
@@ -72,7 +64,7 @@ def record_page(record: Record) -> Page:
         subtitle=f"{status}; seed {record.seed}; configuration {record.config_hash[:12]}",
         tables=tables,
         alarms=record.alarms,
-        notes=record.notes,
+        notes=(*tiers.lines(record), *(f"warning: {line}" for line in tiers.warnings(record)), *record.notes),
         blocks=[("Configuration", _json(record.config)), ("Environment", _json(record.environment))],
     )
 

@@ -147,7 +147,7 @@ def _bootstrap(sums: Floats, seed: int) -> tuple[float, float] | None:
         with np.errstate(divide="ignore", invalid="ignore"):
             return top.sum(axis) / bottom.sum(axis)
 
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), np.errstate(invalid="ignore"):  # scipy's standard error of such resamples
         warnings.simplefilter("ignore", stats.DegenerateDataWarning)
         result = stats.bootstrap(
             (sums[0], sums[1]),

@@ -9,7 +9,8 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from testbed.results.display import ABSENT, number_text, policy_name
+from testbed.results import tiers
+from testbed.results.display import ABSENT, Sheet, number_text, policy_name
 from testbed.results.record import Number, Record
 
 PLAIN_WIDTH = 132
@@ -34,6 +35,9 @@ ROWS = (
     Row("decode time", "decode.ms_per_token_full", "decode.ms_per_token", "decode.speedup", "speed"),
     Row("prefill time", None, "prefill.s", None),
     Row("planning, share of step", None, "policy.share", None),
+    Row("waiting for pages", None, "tier.stall_ms_per_token", "tier.stall_share", "of step"),
+    Row("pages found on the device", None, "tier.hit_rate", None),
+    Row("prefetched pages used", None, "tier.prefetch_useful", None),
     Row("predicted, this machine", "sim.local.ms_per_token_full", "sim.local.ms_per_token", None),
     Row("predicted, H200", "sim.h200.ms_per_token_full", "sim.h200.ms_per_token", None),
     Row("mean KL to full", None, "kl.mean", None),
@@ -80,6 +84,10 @@ def show(record: Record, file: TextIO | None = None) -> None:
     console.print(
         "[low, high]: 95 % interval over contexts; saved: against everything in bf16", style="dim", markup=False
     )
+    for sheet in tiers.sheets(record):
+        console.print(sheet_table(sheet))
+    for line in tiers.lines(record):
+        console.print(line, style="dim", markup=False)
     kernels = record.activity.get("kernel_calls")
     if kernels:
         total = sum(kernels.values())
@@ -88,6 +96,21 @@ def show(record: Record, file: TextIO | None = None) -> None:
         console.print(f"attention kernel: {said}", style="dim", markup=False)
     if record.status != "complete":
         console.print(f"{record.status}: {record.reason}", style="bold yellow", markup=False)
-    for style, label, lines in (("bold red", "ALARM", record.alarms), ("dim", "note", record.notes)):
+    said = (
+        ("bold red", "ALARM", record.alarms),
+        ("yellow", "warning", tiers.warnings(record)),
+        ("dim", "note", record.notes),
+    )
+    for style, label, lines in said:
         for line in lines:
             console.print(f"{label}: {line}", style=style, markup=False)
+
+
+def sheet_table(sheet: Sheet) -> Table:
+    """A table of text for the terminal."""
+    table = Table(title=sheet.title, title_justify="left")
+    for at, column in enumerate(sheet.columns):
+        table.add_column(column, justify="left" if at == 0 else "right")
+    for row in sheet.rows:
+        table.add_row(*row)
+    return table

@@ -211,7 +211,12 @@ def read_payload(path: Path) -> Payload:
         config={"config": dict(record.config), "config_hash": record.config_hash, "seed": record.seed},
         metrics={number.name: number.value for number in record.results if number.value is not None},
         tables={"results": _table(results), "samples": _table(record.samples)},
-        summary={"status": record.status, "reason": record.reason, "alarms": list(record.alarms)},
+        summary={
+            "status": record.status,
+            "reason": record.reason,
+            "alarms": list(record.alarms),
+            "tiers": dict(record.tiers),
+        },
         files=[path],
     )
 

@@ -342,7 +342,7 @@ WHOLE = "must be a whole number of at least"
     ("override", "said"),
     [
         ("budget.fraction=0", "budget.fraction=0: must be above 0 and at most 1"),
-        ("workload=nedle", "Could not find 'workload/nedle' Available options in 'workload': needle needle_grid text"),
+        ("workload=nedle", "Could not find 'workload/nedle' Available options in 'workload': conversation needle"),
         ("budget.fraction=-1", "budget.fraction=-1: must be above 0 and at most 1"),
         ("budget.fraction=nan", "budget.fraction=nan: must be above 0 and at most 1"),
         ("budget.fraction=inf", "budget.fraction=inf: must be above 0 and at most 1"),
