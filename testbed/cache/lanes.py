@@ -117,7 +117,9 @@ class Lane:
     def _run(self, ready: threading.Event) -> None:
         try:
             try:
-                # OpenMP keeps the number by thread: this one gets no team of its own beside the model's.
+                # OpenMP keeps the number by thread: this one gets no team of its own beside the model's. Asked first,
+                # since a thread's first question sets its number to everyone's.
+                torch.get_num_threads()
                 torch.set_num_threads(1)
             finally:
                 ready.set()

@@ -166,12 +166,14 @@ class Mover:
         jobs = list(jobs)
         late = [job for job in jobs if not job.ended]
         self._check(dead_is_fine=not late)
-        total = 0.0
-        if late:
-            for job in late:
-                self.escalate(job)
-            for job in sorted(late, key=lambda each: (each.asked, each.layer)):
-                total += self._await(job)
+        for job in late:
+            self.escalate(job)
+        return self._await_all(jobs)
+
+    def _await_all(self, jobs: list[Job]) -> float:
+        """Seconds until all have ended."""
+        late = sorted((job for job in jobs if not job.ended), key=lambda job: (job.asked, job.layer))
+        total = sum(map(self._await, late), 0.0)
         for job in jobs:
             self._order_behind(job)
         return total
@@ -209,11 +211,11 @@ class Mover:
         return jobs
 
     def drain(self) -> float:
-        """Waits for all jobs: seconds waited."""
+        """Waits for all jobs, which keep their order: seconds waited, counted as by `wait`."""
         self._check()
         with self._shared.lock:
             jobs = [job for lane in self._lanes.values() for job in lane.open.values()]
-        return self.wait(jobs)
+        return self._await_all(jobs)
 
     def close(self) -> None:
         """Takes back what was not begun, waits for the chunks under way, ends the workers. Safe to call twice.
