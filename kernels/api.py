@@ -35,6 +35,7 @@ __all__ = [
     "Upkeep",
     "append",
     "attend",
+    "copy_pages",
     "gather",
     "scatter",
 ]
@@ -180,13 +181,14 @@ def append(
         run_linear(upkeep.linear, upkeep.feature_map, k, v, upkeep.linear_tokens)
 
 
-def gather(pool: Pool, slots: Tensor, backend: str | None = None) -> Tensor:
+def gather(pool: Pool, slots: Tensor, backend: str | None = None, threads: int | None = None) -> Tensor:
     """Copies pages out of a pool.
 
     Args:
         pool: of any format.
         slots: [M] int64, each below `pool.pages`, on the device the result is wanted on.
         backend: as in `attend`.
+        threads: most threads of the host, the calling one included; None for `torch.get_num_threads()`.
 
     Returns:
         [M, page_bytes] uint8.
@@ -194,52 +196,119 @@ def gather(pool: Pool, slots: Tensor, backend: str | None = None) -> Tensor:
     Raises:
         ValueError: a slot outside the pool.
     """
-    _check_slots(pool, slots)
+    check_slots(pool, slots)
+    _check_threads(threads)
     name = choose_backend(backend, slots.device.type)
     if name == "cpu" and slots.device.type == "cpu" and _on_host(pool):
-        from kernels.cpu.store import gather as run
-    elif name == "triton" and pool.device == slots.device:
+        from kernels.cpu.store import gather as native
+
+        return native(pool, slots, threads)
+    if name == "triton" and pool.device == slots.device:
         from kernels.gpu.store import gather as run
     else:
         from kernels.torch_store import gather as run
     return run(pool, slots)
 
 
-def scatter(pool: Pool, slots: Tensor, blobs: Tensor, backend: str | None = None) -> None:
+def scatter(pool: Pool, slots: Tensor, blobs: Tensor, backend: str | None = None, threads: int | None = None) -> None:
     """Copies pages [M, page_bytes] uint8 into slots [M] of a pool; the inverse of `gather`.
 
     Raises:
         ValueError: a slot outside the pool, blobs of another size.
     """
-    _check_slots(pool, slots)
+    check_slots(pool, slots)
+    _check_threads(threads)
     if blobs.dtype != torch.uint8 or blobs.shape != (len(slots), pool.fmt.page_bytes):
         raise ValueError(
             f"blobs {blobs.dtype} {tuple(blobs.shape)}: must be uint8 [{len(slots)}, {pool.fmt.page_bytes}]"
         )
     name = choose_backend(backend, blobs.device.type)
-    if name == "cpu" and blobs.device.type == "cpu" and _on_host(pool):
-        from kernels.cpu.store import scatter as run
-    elif name == "triton" and pool.device == blobs.device == slots.device:
+    if name == "cpu" and blobs.device.type == slots.device.type == "cpu" and _on_host(pool):
+        from kernels.cpu.store import scatter as native
+
+        return native(pool, slots, blobs, threads)
+    if name == "triton" and pool.device == blobs.device == slots.device:
         from kernels.gpu.store import scatter as run
     else:
         from kernels.torch_store import scatter as run
     run(pool, slots, blobs)
 
 
+def copy_pages(
+    source: Pool,
+    source_slots: Tensor,
+    target: Pool,
+    target_slots: Tensor,
+    backend: str | None = None,
+    threads: int | None = None,
+) -> None:
+    """Copies pages from slab to slab; on the host and within one GPU without a buffer in between.
+
+    The host's other threads run Python meanwhile (the lock is let go). A worker beside a model should ask for
+    `threads=1`: more are the model's own, which the two would then take turns with.
+
+    Args:
+        source: pages to read.
+        source_slots: [M] int64, each below `source.pages`.
+        target: pages to write, of the source's format; may be the source, if no page is both read and written.
+        target_slots: [M] int64, each below `target.pages` and at most once, on the device of `source_slots`.
+        backend: as in `attend`; between host and device it is always torch.
+        threads: as in `gather`.
+
+    Raises:
+        ValueError: formats, shapes, types or devices that don't match, a slot outside its pool (from Triton only with
+            slots on the host). Nothing is copied then.
+    """
+    if source.fmt != target.fmt:
+        raise ValueError(f"copy of {source.fmt.name} pages to {target.fmt.name}: must be one format")
+    if source_slots.shape != target_slots.shape or source_slots.device != target_slots.device:
+        raise ValueError(
+            f"source_slots {tuple(source_slots.shape)} on {source_slots.device}, target_slots "
+            f"{tuple(target_slots.shape)} on {target_slots.device}: must be [M] each, on one device"
+        )
+    _check_threads(threads)
+    host = source_slots.device.type == "cpu" and _on_host(source) and _on_host(target)
+    name = choose_backend(backend, "cpu" if host else target.device.type)
+    if name == "cpu" and host:
+        from kernels.cpu.store import copy_pages as native
+
+        for key, slots in (("source_slots", source_slots), ("target_slots", target_slots)):
+            _check_slot_type(slots, key)
+        return native(source, source_slots, target, target_slots, threads)
+    check_slots(source, source_slots, "source_slots")
+    check_slots(target, target_slots, "target_slots")
+    if name == "triton" and source.device == target.device:
+        from kernels.gpu.store import copy_pages as run
+
+        source_slots, target_slots = (x.to(target.device) for x in (source_slots, target_slots))
+    else:
+        from kernels.torch_store import copy_pages as run
+    run(source, source_slots, target, target_slots)
+
+
 def _on_host(pool: Pool) -> bool:
-    return all(slab.device.type == "cpu" for slab in pool.slabs[:1])
+    return pool.device.type == "cpu"
 
 
-def _check_slots(pool: Pool, slots: Tensor) -> None:
-    """Native code would read or write anywhere."""
+def _check_threads(threads: int | None) -> None:
+    if threads is not None:
+        check_int("threads", threads, 1)
+
+
+def _check_slot_type(slots: Tensor, key: str) -> None:
     if slots.device.type == "meta":
-        raise ValueError("slots on meta: must be on a device that holds data")
+        raise ValueError(f"{key} on meta: must be on a device that holds data")
     if slots.dim() != 1 or slots.dtype != torch.int64:
-        raise ValueError(f"slots {slots.dtype} {tuple(slots.shape)}: must be torch.int64 [M]")
+        raise ValueError(f"{key} {slots.dtype} {tuple(slots.shape)}: must be torch.int64 [M]")
+
+
+def check_slots(pool: Pool, slots: Tensor, key: str = "slots") -> None:
+    """Refuses slots of another type, and on the host those outside the pool: native code would go anywhere."""
+    _check_slot_type(slots, key)
     if len(slots) and slots.device.type == "cpu":
         low, high = (int(x) for x in slots.aminmax())
         if low < 0 or high >= pool.pages:
-            raise ValueError(f"slots {low} to {high}: must be 0 to {pool.pages - 1}")
+            raise ValueError(f"{key} {low} to {high}: must be 0 to {pool.pages - 1}")
 
 
 def choose_backend(name: str | None = None, device: str = "cpu") -> str:

@@ -14,6 +14,8 @@ from kernels.pages import encode, views
 from kernels.table import Pool
 from kernels.upkeep import Upkeep
 
+COPY_BYTES = 16 << 20
+
 
 def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None = None) -> None:
     """As `kernels.api.append`."""
@@ -78,3 +80,10 @@ def scatter(pool: Pool, slots: Tensor, blobs: Tensor) -> None:
         at = slab == index
         target = pool.slabs[index]
         target[(slots[at] % pool.slab_pages).to(target.device)] = blobs[at.to(blobs.device)].to(target.device)
+
+
+def copy_pages(source: Pool, source_slots: Tensor, target: Pool, target_slots: Tensor) -> None:
+    """As `kernels.api.copy_pages`, by way of a buffer of at most `COPY_BYTES`."""
+    step = max(1, COPY_BYTES // source.fmt.page_bytes)
+    for pages, places in zip(source_slots.split(step), target_slots.split(step), strict=True):
+        scatter(target, places, gather(source, pages))

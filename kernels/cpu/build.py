@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-SOURCES = ("attend.cpp", "gemv.cpp", "score.cpp", "store.cpp")
+SOURCES = ("attend.cpp", "copy.cpp", "gemv.cpp", "score.cpp", "store.cpp")
 HEADERS = tuple(sorted(path.name for path in Path(__file__).parent.glob("*.h")))
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-pthread", "-shared", "-fPIC")
 
@@ -49,18 +49,15 @@ def library() -> ctypes.CDLL:
     loaded = load(compiled("attend", [here / name for name in SOURCES], [here / name for name in HEADERS]))
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     loaded.testbed_attend.argtypes = [pointer] * 3 + [ctypes.c_float]
-    loaded.testbed_append.argtypes = loaded.testbed_score.argtypes = [pointer]
+    loaded.testbed_append.argtypes = loaded.testbed_copy.argtypes = loaded.testbed_score.argtypes = [pointer]
     loaded.testbed_encode.argtypes = [pointer] * 4 + [number] * 7
     loaded.testbed_gemv.argtypes = [pointer] * 3 + [number] * 4
-    loaded.testbed_gather.argtypes = [pointer, number, number, pointer, number, pointer]
-    loaded.testbed_scatter.argtypes = [pointer, number, number, pointer, number, pointer]
     loaded.testbed_top_pages.argtypes = [pointer] * 5 + [number] * 5
     loaded.testbed_narrow.argtypes = [pointer] * 6 + [number] * 3 + [pointer] * 3
     loaded.testbed_narrow.restype = number  # what was wrong, 0 for nothing
-    for name in ("attend", "append", "score", "encode", "gemv", "top_pages"):
+    for name in ("attend", "append", "copy", "score", "encode", "gemv", "top_pages"):
         function = getattr(loaded, f"testbed_{name}")
         function.restype, function.errcheck = number, _checked
-    loaded.testbed_gather.restype = loaded.testbed_scatter.restype = None
     return loaded
 
 

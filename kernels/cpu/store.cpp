@@ -1,4 +1,4 @@
-// Writing pages: new tokens into float pages with what follows from them, whole pages into any format, and copies.
+// Writing pages: new tokens into float pages with what follows from them, and whole pages into any format.
 // Same arithmetic as kernels/pages.py.
 #include <algorithm>
 #include <vector>
@@ -331,19 +331,6 @@ int64_t testbed_append(const testbed::Append* call) {
   if (wrong) return wrong;
   auto work = [&](int64_t s) { append_stream(*call, s); };
   return guarded([&] { return run(call->S, call->threads, work), 0; });
-}
-
-// Whole pages between slabs and one run of bytes: out[i] = page slot[i], or the other way round.
-void testbed_gather(const int64_t* slabs, int64_t slab_pages, int64_t bytes, const int64_t* slot, int64_t n,
-                    uint8_t* out) {
-  for (int64_t i = 0; i < n; ++i)
-    std::memcpy(out + i * bytes, (const uint8_t*)slabs[slot[i] / slab_pages] + (slot[i] % slab_pages) * bytes, bytes);
-}
-
-void testbed_scatter(const int64_t* slabs, int64_t slab_pages, int64_t bytes, const int64_t* slot, int64_t n,
-                     const uint8_t* in) {
-  for (int64_t i = 0; i < n; ++i)
-    std::memcpy((uint8_t*)slabs[slot[i] / slab_pages] + (slot[i] % slab_pages) * bytes, in + i * bytes, bytes);
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-"""The native CPU backend: writing and moving pages (store.cpp), scores of pages (score.cpp)."""
+"""The native CPU backend: writing pages (store.cpp), moving them (copy.cpp), scores of pages (score.cpp)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from kernels.table import PageTable, Pool
 from kernels.upkeep import Upkeep, check_places
 
 SOURCE_IDS = {dtype: FORMAT_IDS[name] for name, dtype in FLOAT_DTYPES.items()}
-# Structures of eight-byte fields, in the order store.cpp and score.cpp declare them; packed, which takes a third of the
-# time that filling a ctypes array does.
+# Structures of eight-byte fields, in the order store.cpp, copy.cpp and score.cpp declare them; packed, which takes a
+# third of the time that filling a ctypes array does.
 APPEND = struct.Struct("48q").pack
+COPY = struct.Struct("12q").pack
 SCORES = struct.Struct("15q").pack
 NO_BOUNDS = (0,) * 10
 NO_COPIES = (0,) * 8
 # Fewer elements than this are written sooner than a second thread wakes.
 THREADED_ELEMENTS = 1 << 16
+# Copies of at least this many bytes go past the cache, which could not hold them.
+PAST_CACHE_BYTES = 1 << 20
 
 
 def append(k: Tensor, v: Tensor, table_slot: Tensor, offset: Tensor, pool: Pool, upkeep: Upkeep | None = None) -> None:
@@ -82,20 +85,58 @@ def _refuse_append(fault: int, table_slot: Tensor, offset: Tensor, pool: Pool, u
     raise AssertionError(f"store.cpp refused argument {fault} of an append that is in range")
 
 
-def gather(pool: Pool, slots: Tensor) -> Tensor:
+def gather(pool: Pool, slots: Tensor, threads: int | None = None) -> Tensor:
     """As `kernels.api.gather`."""
-    slots = slots.to(torch.int64).contiguous()
     out = torch.empty(len(slots), pool.fmt.page_bytes, dtype=torch.uint8)
-    numbers = (pool.slab_pointers.data_ptr(), pool.slab_pages, pool.fmt.page_bytes, slots.data_ptr(), len(slots))
-    library().testbed_gather(*numbers, out.data_ptr())
+    _copy(pool, slots, _as_pool(pool, out), None, False, threads)
     return out
 
 
-def scatter(pool: Pool, slots: Tensor, blobs: Tensor) -> None:
+def scatter(pool: Pool, slots: Tensor, blobs: Tensor, threads: int | None = None) -> None:
     """As `kernels.api.scatter`."""
-    slots, blobs = slots.to(torch.int64).contiguous(), blobs.contiguous()
-    numbers = (pool.slab_pointers.data_ptr(), pool.slab_pages, pool.fmt.page_bytes, slots.data_ptr(), len(slots))
-    library().testbed_scatter(*numbers, blobs.data_ptr())
+    _copy(_as_pool(pool, blobs.contiguous()), None, pool, slots, blobs.nbytes >= PAST_CACHE_BYTES, threads)
+
+
+def copy_pages(
+    source: Pool, source_slots: Tensor, target: Pool, target_slots: Tensor, threads: int | None = None
+) -> None:
+    """As `kernels.api.copy_pages`."""
+    large = len(source_slots) * source.fmt.page_bytes >= PAST_CACHE_BYTES
+    _copy(source, source_slots, target, target_slots, large, threads)
+
+
+def _as_pool(pool: Pool, blobs: Tensor) -> Pool:
+    """Blobs [M, page_bytes] as a pool of one slab."""
+    return Pool(pool.fmt, (blobs,))
+
+
+def _copy(
+    source: Pool,
+    source_slots: Tensor | None,
+    target: Pool,
+    target_slots: Tensor | None,
+    past_cache: bool,
+    threads: int | None,
+) -> None:
+    """Page source_slots[i] to target_slots[i]; None for 0, 1, 2, ..."""
+    slots = [x if x is None else x.contiguous() for x in (source_slots, target_slots)]
+    count = next(len(x) for x in slots if x is not None)
+    if not count:
+        return
+    sides = (
+        number
+        for pool, x in zip((source, target), slots, strict=True)
+        for number in (*pool.native[3:1:-1], pool.pages, 0 if x is None else x.data_ptr())
+    )
+    call = COPY(*sides, source.fmt.page_bytes, count, past_cache, threads or torch.get_num_threads())
+    fault = library().testbed_copy(call)
+    if fault:
+        from kernels.api import check_slots
+
+        for name, pool, x in (("source_slots", source, slots[0]), ("target_slots", target, slots[1])):
+            if x is not None:
+                check_slots(pool, x, name)
+        raise AssertionError(f"copy.cpp refused argument {fault} of a copy that is in range")
 
 
 def page_scores(q: Tensor, high: Tensor, low: Tensor | None, count: Tensor | None) -> Tensor:

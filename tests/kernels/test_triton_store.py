@@ -73,6 +73,9 @@ def test_pages_are_copied_byte_by_byte(
     other = slabs(fmt, 2, 8, seed + 1)
     store.copy_pages(source, slots.int(), other, places)
     assert torch.equal(torch.cat(other.slabs), want)
+    another = slabs(fmt, 2, 8, seed + 1)
+    api.copy_pages(source, slots, another, places, "triton")
+    assert torch.equal(torch.cat(another.slabs), want)
 
 
 def test_slots_outside_the_pool_are_skipped() -> None:
@@ -275,7 +278,7 @@ def test_streams_at_different_offsets(starts: list[int], tokens_each: int, alike
     slot = places.gather(1, page.long())
     fills = torch.where(offset == 15, slot, -1)
     for writing, run in ((mine, partial(api.append, backend="triton")), (theirs, torch_store.append)):
-        kept = writing.upkeep | {"sealed_slot": fills, "prototype_slot": fills}
+        kept: dict[str, Any] = writing.upkeep | {"sealed_slot": fills, "prototype_slot": fills}
         run(k, -k, slot, offset[0] if alike else offset, writing.pool, Upkeep(page, **kept))
     got, want = mine.tensors(), theirs.tensors()
     for key in ("pool", "lowest", "highest", "sealed"):
