@@ -1,22 +1,24 @@
 """Copies pages from one store to another on the calling thread: bytes where the format stays, else decode and encode.
 
 Blocking and in bounded blocks; every long part is native code that lets go of the interpreter's lock. Between slabs
-in host memory nothing is buffered. Beside a GPU copies run on the staging's own stream, through two pinned buffers that
-take turns: block i + 1 is gathered while block i crosses the bus.
+of one kind of memory nothing is buffered. Elsewhere two buffers take turns: block i + 1 is read from the file while
+block i is placed, is gathered while block i is written or crosses the bus of a GPU. There copies run on the staging's
+stream.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kernels.api import Pool, gather, scatter
+from kernels.api import Pool, copy_pages
 from kernels.pages import PageFormat, decode, encode
-from testbed.cache.pool import SlabPool
+from testbed.cache.archive.file_pool import FilePool, Transfer, aligned_pages
+from testbed.cache.pool import CacheError, SlabPool
 
 BLOCK_BYTES = 4 << 20
 
@@ -60,6 +62,7 @@ class Staging:
             raise ValueError(f"block_bytes={block_bytes!r}: must be positive")
         self.device, self.block_bytes = torch.device(device), block_bytes
         self.stream = torch.cuda.Stream(self.device) if side_stream and self.device.type == "cuda" else None
+        self._aligned: dict[int, Tensor] = {}
         self._pinned: list[Tensor] = []
         self._events: list[torch.cuda.Event] = []
 
@@ -75,6 +78,13 @@ class Staging:
         else:
             with torch.cuda.stream(self.stream):
                 yield
+
+    def aligned(self, turn: int, pages: int, page_bytes: int) -> Tensor:
+        """One of the two buffers for files as [pages, page_bytes], aligned for O_DIRECT."""
+        index, wanted = turn % 2, pages * page_bytes
+        if index not in self._aligned or self._aligned[index].numel() < wanted:
+            self._aligned[index] = aligned_pages(1, max(wanted, self.block_bytes)).flatten()
+        return self._aligned[index][:wanted].view(pages, page_bytes)
 
     def pinned(self, turn: int, pages: int, page_bytes: int) -> tuple[Tensor, torch.cuda.Event]:
         """One of the two pinned buffers as [pages, page_bytes], and its event: once that has passed it is free."""
@@ -115,11 +125,63 @@ def transfer(source: Source, source_slots: Tensor, target: Target, target_slots:
             _between_slabs(source, source_slots, target, target_slots, staging)
             return
         block_pages = staging.block_pages(source.fmt, target.fmt)
-        for taken, put in zip(source_slots.split(block_pages), target_slots.split(block_pages), strict=True):
-            blobs = source.read(taken)
-            if source.fmt != target.fmt:
-                blobs = encode(target.fmt, *decode(source.fmt, blobs))
+        blocks = list(zip(source_slots.split(block_pages), target_slots.split(block_pages), strict=True))
+        if isinstance(source, FilePool):
+            _from_file(source, target, blocks, staging)
+        elif isinstance(target, FilePool):
+            _to_file(source, target, blocks, staging)
+        else:
+            for taken, put in blocks:
+                target.write(put, _converted(source, target, source.read(taken)))
+
+
+def _converted(source: Source, target: Target, blobs: Tensor) -> Tensor:
+    """Blobs of the source as the target stores them."""
+    return blobs if source.fmt == target.fmt else encode(target.fmt, *decode(source.fmt, blobs))
+
+
+def _from_file(source: FilePool, target: Target, blocks: list[tuple[Tensor, Tensor]], staging: Staging) -> None:
+    """A block is placed while the next is read."""
+
+    def begin(turn: int) -> Transfer | None:
+        if turn == len(blocks):
+            return None
+        taken, _ = blocks[turn]
+        return source.begin_read(taken, staging.aligned(turn, len(taken), source.fmt.page_bytes))
+
+    reading = begin(0)
+    try:
+        for turn, (_, put) in enumerate(blocks):
+            assert reading is not None
+            current, reading = reading, begin(turn + 1)
+            blobs = _converted(source, target, current.wait())
             target.write(put, blobs)
+    finally:
+        _settle(reading)
+
+
+def _to_file(source: Source, target: FilePool, blocks: list[tuple[Tensor, Tensor]], staging: Staging) -> None:
+    """A block is gathered and converted while the one before is written."""
+    writing: Transfer | None = None
+    try:
+        for taken, put in blocks:
+            blobs = _converted(source, target, source.read(taken))
+            if writing is not None:
+                current, writing = writing, None
+                current.wait()
+            writing = target.begin_write(put, blobs)
+        if writing is not None:
+            current, writing = writing, None
+            current.wait()
+    finally:
+        _settle(writing)
+
+
+def _settle(under_way: Transfer | None) -> None:
+    """After an error: memory that is being read or written must outlive it; that it fails too adds nothing."""
+    if under_way is not None:
+        with contextlib.suppress(CacheError):
+            under_way.wait()
 
 
 def _between_slabs(
@@ -133,12 +195,6 @@ def _between_slabs(
         _to_device(pools[0], source_slots, pools[1], target_slots, staging)
     else:
         _to_host(pools[0], source_slots, pools[1], target_slots, staging)
-
-
-def copy_pages(source: Pool, source_slots: Tensor, target: Pool, target_slots: Tensor) -> None:
-    """Pages of one format between pools of one kind of device."""
-    device = cast(torch.device, source.device)
-    scatter(target, target_slots.to(device), gather(source, source_slots.to(device)))
 
 
 def _to_device(source: Pool, source_slots: Tensor, target: Pool, target_slots: Tensor, staging: Staging) -> None:
