@@ -124,8 +124,9 @@ class Lane:
             finally:
                 ready.set()
             staging = Staging(self.shared.device, self.shared.chunk_bytes)
-            while (chunk := self._next()) is not None:
-                self.copy(chunk, staging)
+            with torch.inference_mode():  # a thread has its own; the caches' tensors may have been made under it
+                while (chunk := self._next()) is not None:
+                    self.copy(chunk, staging)
         except BaseException as error:
             self._die(error)
 
