@@ -24,7 +24,7 @@ class Hybrid:
 
     Attributes:
         combine: "max" or "mean" of the weighted ranks.
-        rules_weight: of recency and sinks, at least 0.
+        rules_weight: of recency, sinks, system and last user turn, at least 0.
         retrieval_weight: of `retrieval`; it says nothing (0 everywhere) while no turn is known.
         attention_weight: of `attention_ema`.
         sink_tokens: tokens at the start that the rules count as sinks.
@@ -48,12 +48,18 @@ class Hybrid:
     @property
     def needs(self) -> frozenset[str]:
         """The signals whose weight is not 0."""
-        asked = {"retrieval": self.retrieval_weight, "attention_ema": self.attention_weight}
+        asked = {
+            "role": self.rules_weight,
+            "retrieval": self.retrieval_weight,
+            "attention_ema": self.attention_weight,
+        }
         return frozenset(name for name, weight in asked.items() if weight > 0)
 
     def score(self, signals: Signals) -> Tensor:
         """[L, Hk, N] float32, at most the largest weight (max) or 1 (mean)."""
-        ranks = [rule_score(signals, self.sink_tokens) * self.rules_weight]
+        ranks = []
+        if self.rules_weight > 0:
+            ranks.append(rule_score(signals, self.sink_tokens) * self.rules_weight)
         for name, weight in (("retrieval", self.retrieval_weight), ("attention_ema", self.attention_weight)):
             if weight > 0:
                 ranks.append(share_below(page_signal(signals, name, expand=False)) * weight)

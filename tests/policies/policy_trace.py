@@ -60,6 +60,8 @@ def values_for(needs: frozenset[str], pages: int, moment: int) -> dict[str, Tens
             values[name] = scrambled((LAYERS, KV_HEADS, pages), 100 * moment + salt)
     if "retrieval" in values:  # one for all streams, and silent until a turn is known
         values["retrieval"] = scrambled((pages,), 3) * (moment > 0)
+    if "role" in values:  # no conversation
+        values["role"] = torch.full((pages,), -1, dtype=torch.int8)
     if "window_mass" in values:  # pages after the prefill have none
         values["window_mass"] = values["window_mass"].clone()
         values["window_mass"][..., PAGES:] = -1.0
@@ -84,7 +86,8 @@ def hot_pages(pages: int) -> Tensor:
 def grown(plan: Plan, pages: int) -> Plan:
     """The plan with new pages as dense."""
     new = Plan.dense(LAYERS, KV_HEADS, pages - plan.mode.shape[2])
-    return Plan(*(torch.cat([getattr(plan, k), getattr(new, k)], -1) for k in ("mode", "format", "tier")))
+    mode, fmt, tier = (torch.cat([getattr(plan, k), getattr(new, k)], -1) for k in ("mode", "format", "tier"))
+    return Plan(mode, fmt, tier)
 
 
 def first_signals(needs: frozenset[str], budget_bytes: int | None = None) -> Signals:

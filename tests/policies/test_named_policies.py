@@ -23,7 +23,7 @@ from policy_trace import (
     walk,
 )
 
-from policies.base import Format, Mode, Phase, Plan, Policy, PolicyError, Signals, Tier, fixed_bytes
+from policies.base import Format, Mode, Phase, Plan, Policy, PolicyError, Role, Signals, Tier, fixed_bytes
 from testbed.compose import compose_policy
 
 composed = cache(compose_policy)
@@ -116,6 +116,8 @@ def random_signals(policy: Policy, draw: st.DrawFn) -> Signals:
         name: torch.randn(shape[:2] if is_about_heads(name) else shape, generator=chance) * scale
         for name in sorted(policy.needs)
     }
+    if "role" in values:
+        values["role"] = torch.randint(-1, len(Role), (pages,), generator=chance).to(torch.int8)
     least = LAYERS * KV_HEADS * (int(hot.sum()) * PAGE_BYTES.compute + pages * PAGE_BYTES.metadata)
     spare = draw(st.none() | st.integers(0, LAYERS * KV_HEADS * pages * PAGE_BYTES.compute))
     return Signals(

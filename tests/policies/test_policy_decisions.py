@@ -6,13 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from policy_trace import KV_HEADS, LAYERS, PAGE_BYTES, PAGE_TOKENS, PAGES, first_signals, full_bytes, scrambled
+from policy_trace import (
+    KV_HEADS,
+    LAYERS,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    PAGES,
+    first_signals,
+    full_bytes,
+    scrambled,
+    values_for,
+)
 from scipy.stats import rankdata
 from torch import Tensor
 
 from policies.attention.elastic import Elastic
 from policies.attention.window import Window
-from policies.base import Format, Head, Mode, Plan, Signals, Tier
+from policies.base import Format, Head, Mode, Plan, PolicyError, PoolLayout, Signals, Tier
 from policies.budgets.per_class import PerClass
 from policies.budgets.uniform import Uniform
 from policies.classifiers.described import Described
@@ -32,7 +42,7 @@ SHAPE = (LAYERS, KV_HEADS, PAGES)
 
 
 def signals_with(**values: Tensor) -> Signals:
-    return replace(first_signals(frozenset()), values=values)
+    return replace(first_signals(frozenset()), values=values_for(frozenset({"role"}), PAGES, 0) | values)
 
 
 def test_retrieval_cuts_the_ranking_of_heads_at_the_quantiles() -> None:
@@ -101,12 +111,58 @@ def test_a_signal_shared_by_all_streams_may_come_expanded() -> None:
     flat = scrambled((PAGES,), 1)
     assert torch.equal(part.score(signals_with(retrieval=flat)), part.score(signals_with(retrieval=flat.expand(SHAPE))))
     assert part.needs == {"retrieval"}
+    assert "role" in Hybrid("max", 0.5, 1.0, 0.0, 0).needs
 
 
 def test_rules_put_sinks_and_recent_pages_first() -> None:
     score = Rules(sink_tokens=20).score(signals_with())[0, 0].tolist()
     assert score[:2] == [1.0, 1.0]
     assert score[2:] == pytest.approx([n / (PAGES - 1) for n in range(2, PAGES)])
+
+
+def test_system_pages_and_the_users_last_turn_are_core() -> None:
+    """Against a plain loop; a conversation of two turns with documents, tools and answers between them."""
+    letters = "SSTTDDDDUUDGGGUUUGGGT"  # a short turn may leave no page of its own
+    for cut in range(len(letters), 2, -1):
+        text = (letters[:cut] * 2)[-PAGES:].rjust(PAGES, "?")
+        role = torch.tensor(["STDUG".find(letter) for letter in text], dtype=torch.int8)
+        score = Rules(sink_tokens=0).score(signals_with(role=role))[1, 1].tolist()
+        core = [n for n, letter in enumerate(text) if letter == "S"]
+        page = text.rfind("U")
+        while page >= 0 and text[page] == "U":
+            core.append(page)
+            page -= 1
+        expected = [1.0 if n in core else n / (PAGES - 1) for n in range(PAGES)]
+        assert score == pytest.approx(expected), text
+
+
+def test_a_role_that_differs_between_streams_is_refused() -> None:
+    with pytest.raises(PolicyError, match="'role'"):
+        Rules(16).score(signals_with(role=torch.zeros(SHAPE, dtype=torch.int8)))
+
+
+def test_pools_follow_the_classes() -> None:
+    signals = signals_with()
+    pools = PerClass(16, None, 33, 8, 32, 16, 64).pools(signals)
+    assert signals.classes is not None
+    assert torch.equal(pools.arena, signals.classes)
+    assert [pools.block_pages[head] for head in (Head.LOCAL, Head.GLOBAL, Head.SPECIAL, Head.DENSE)] == [8, 32, 16, 64]
+
+
+@pytest.mark.parametrize(
+    ("arena", "block_pages", "words"),
+    [
+        (torch.zeros(2, 2, dtype=torch.int8), (), "block_pages"),
+        (torch.zeros(2, 2, dtype=torch.int8), (16, 0), "block_pages"),
+        (torch.full((2, 2), 2, dtype=torch.int8), (16, 16), "0 to 1"),
+        (torch.full((2, 2), -1, dtype=torch.int8), (16, 16), "0 to 1"),
+        (torch.zeros(2, 2), (16,), "int8"),
+        (torch.zeros(4, dtype=torch.int8), (16,), "int8"),
+    ],
+)
+def test_pools_that_can_not_be_are_refused(arena: Tensor, block_pages: tuple[int, ...], words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        PoolLayout(arena, block_pages)
 
 
 def test_random_scores_follow_seed_and_step_alone() -> None:
@@ -120,7 +176,7 @@ def test_random_scores_follow_seed_and_step_alone() -> None:
 @pytest.mark.parametrize(("local", "everything"), [(40, 104), (41, 105), (42, 106)])
 def test_windows_keep_exactly_the_pages_that_touch_them(local: int, everything: int) -> None:
     signals = replace(signals_with(), length_tokens=PAGES * PAGE_TOKENS - 7)
-    share = PerClass(local, everything, special_tokens=33).share(signals, _formats(Format.INT4))
+    share = PerClass(local, everything, 33, 16, 64, 32, 64).share(signals, _formats(Format.INT4))
     assert signals.classes is not None
     windows = {Head.LOCAL: local, Head.GLOBAL: everything}
     for layer in range(LAYERS):

@@ -122,7 +122,7 @@ def test_a_signal_that_is_no_number_is_refused_by_name(slot: str, name: str, bad
     part = instantiate(config(slot, name))
     for need in part.needs:
         signals = first_signals(part.needs)
-        broken = signals.values[need].clone()
+        broken = signals.values[need].clone().float()
         broken.view(-1)[1] = bad
         with pytest.raises(PolicyError, match=need):
             ask(slot, part, dataclasses.replace(signals, values={**signals.values, need: broken}))
