@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from policies.base import Role
 from testbed.cache.traffic import Traffic
 from testbed.decisions import DecisionLog
 from testbed.engine.sample import Sampler, greedy
 from testbed.engine.session import Session, StepTime
+from testbed.workloads.base import Turn
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ def generate(
         The new tokens, and the logits [len(turn) + steps - 1, V] after each token that was run.
     """
     logits = [] if len(turn) == 1 else [_all(session, turn[:-1])]
-    logits.append(session.step(turn[-1]).unsqueeze(0))
+    logits.append(session.step(turn[-1], Role.USER).unsqueeze(0))
     tokens: list[int] = []
     for index in range(max_new_tokens):
         token = sampler(logits[-1][-1])
@@ -75,7 +77,8 @@ def force(session: Session, turn: Sequence[int], continuation: Sequence[int]) ->
     The last token is not run: what follows the text is nobody's answer.
     """
     logits = [] if len(turn) == 1 else [_all(session, turn[:-1])]
-    logits += [session.step(token).unsqueeze(0) for token in (turn[-1], *continuation[:-1])]
+    logits.append(session.step(turn[-1], Role.USER).unsqueeze(0))
+    logits += [session.step(token).unsqueeze(0) for token in continuation[:-1]]
     return torch.cat(logits)
 
 
@@ -85,23 +88,33 @@ def _all(session: Session, tokens: Sequence[int]) -> Tensor:
     return logits
 
 
+def say(session: Session, history: Sequence[Turn]) -> None:
+    """Takes the turns of a conversation; where it pauses the session is parked."""
+    for turn in history:
+        session.extend(turn.tokens, role=turn.role)
+        if turn.pause:
+            session.park()
+
+
 def answer(
     session: Session,
     question: Sequence[int],
     continuation: Sequence[int],
     max_new_tokens: int,
     wants_answer: bool = True,
+    history: Sequence[Turn] = (),
 ) -> Answer:
-    """Asks one question of a session, which is used up by it.
+    """Asks one question of a session, after the turns before it; the session is used up by it.
 
     The greedy answer also gives the distributions along question and continuation where the two agree; where they
     do not, the fixed text is run in a fork, step by step as in decoding.
     """
     turn = list(question) or list(continuation[:1])
     rest = list(continuation) if question else list(continuation[1:])
-    spare = None
+    say(session, history)
+    steps, turns = len(session.times), len(session.turn_times)
     if wants_answer:
-        spare = session.fork()
+        spare = session.fork(own_pools=True)  # its pages must not count against the limits of the one that is measured
         tokens, logits = generate(session, turn, max_new_tokens)
         if rest and tokens[: len(rest)] != rest:
             logits = force(spare, turn, rest)
@@ -114,14 +127,15 @@ def answer(
     return Answer(
         tokens=tokens,
         logprobs=logits.float().log_softmax(-1),
-        times=session.times,
-        turn_times=session.turn_times,
+        times=session.times[steps:],
+        turn_times=session.turn_times[turns:],
         log=session.log(),
         device_bytes=ledger.device_bytes,
         total_bytes=ledger.total_bytes,
         full_bytes=session.full_bytes(session.cache.length_tokens),
         bytes=dict(ledger.used_bytes),
         pages={f"{tier.name}/{code.name.lower()}": count for (tier, code), count in ledger.pages.items()},
+        traffic=session.cache.traffic,
         kernels=dict(session.cache.kernel_calls),
     )
 

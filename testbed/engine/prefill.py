@@ -26,11 +26,18 @@ class ContextError(ValueError):
 
 @dataclass
 class DenseKV:
-    """A prefilled context. keys, values: per layer [Hk, T, D], cache dtype, already rotated."""
+    """A prefilled context.
+
+    Attributes:
+        keys, values: per layer [Hk, T, D], cache dtype, already rotated.
+        tokens: [T] int64.
+        chunk_tokens: tokens that were run at once; the same chunks give the same bits again.
+    """
 
     keys: list[Tensor]
     values: list[Tensor]
     tokens: Tensor
+    chunk_tokens: int = 512
 
     @property
     def length_tokens(self) -> int:
@@ -104,4 +111,4 @@ def prefill(
         positions = torch.arange(start, start + part.shape[1], device=device).unsqueeze(0)
         decoder.forward(part, positions, attend, logits="none")
         progress(part.shape[1])
-    return DenseKV(keys, values, ids)
+    return DenseKV(keys, values, ids, chunk_tokens)

@@ -1,27 +1,40 @@
 """One sequence under one policy: compress a prefilled context, take turns, decode; every step is logged.
 
-    prefill -> COMPRESS plan -> [TURN plan -> extend -> (DECODE plan -> step) ...] ...
+    prefill -> COMPRESS plan -> [TURN plan -> extend -> (DECODE plan -> step) ... -> park] ...
 
 A plan precedes the step it is for and has seen every step before it, never the step itself.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from policies.base import Phase, Plan, Policy, Signals
-from testbed.cache.layout import CacheConfig
+from policies.base import Phase, Plan, Policy, Role, Signals, Tier
+from testbed.cache.layout import CacheConfig, device_budget
 from testbed.cache.paged import PagedCache
+from testbed.cache.pools import Pools
+from testbed.cache.saved import Reader
+from testbed.cache.snapshot import Pins, unpin
 from testbed.decisions import DecisionLog, Header, ModelShape, Move, Step
+from testbed.engine import saved
+from testbed.engine.batch import Batch, model_id, run_together
+from testbed.engine.idle import Idle, parked
 from testbed.engine.prefill import DenseKV, check_length
 from testbed.engine.signals import Observed, SignalContext, SignalSource, StepView, build_sources
+from testbed.engine.signals.role import UNKNOWN
+from testbed.engine.trail import Trail
 from testbed.models.base import Decoder, Logits
+
+SCALARS = ("_step", "_digest", "_facts", "_since_plan", "_has_roles", "_chunk_tokens")
 
 
 @dataclass(frozen=True)
@@ -29,7 +42,7 @@ class SessionConfig:
     """What a session is run with.
 
     Attributes:
-        cache: page size, dtype, hot window.
+        cache: page size, dtype, hot window, sizes of the tiers.
         budget_fraction: device bytes as a fraction of the full cache in bf16 at the current length; None = no limit.
         kernel: attention backend, None = the fastest here.
         seed: for policies that draw.
@@ -45,7 +58,13 @@ class SessionConfig:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of one run of the model, of the planning in it (signals, policy, moves, tables), of waiting for pages."""
+    """Seconds of one run of the model; in them those of planning and those that it waited for pages.
+
+    Attributes:
+        total_s: of the run; in a batch, of the whole batch.
+        plan_s: signals, policy, moves, tables.
+        stall_s: exposed wait for pages that were not there yet, in planning and in running.
+    """
 
     total_s: float
     plan_s: float
@@ -60,13 +79,21 @@ class Session:
         policy: decides.
         config: how.
         context: what signal sources are built with.
+        pools: of sessions that are to run in one batch; None = pools of its own.
     """
 
-    def __init__(self, decoder: Decoder, policy: Policy, config: SessionConfig, context: SignalContext) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        policy: Policy,
+        config: SessionConfig,
+        context: SignalContext,
+        pools: Pools | None = None,
+    ) -> None:
         self.decoder, self.policy, self.config = decoder, policy, config
         self.sources: dict[str, SignalSource] = build_sources(policy.needs, context, config.signals)
-        self._wants_mass = any(source.wants_mass for source in self.sources.values())
-        self._wants_queries = any(source.wants_queries for source in self.sources.values())
+        self.wants_mass = any(source.wants_mass for source in self.sources.values())
+        self.wants_queries = any(source.wants_queries for source in self.sources.values())
         geometry = decoder.geometry
         self.cache = PagedCache(
             geometry.layers,
@@ -76,25 +103,47 @@ class Session:
             decoder.device,
             with_bounds=any(source.wants_bounds for source in self.sources.values()),
             backend=config.kernel,
+            pools=pools,
+            model=model_id(decoder),
         )
-        self._slopes = None if geometry.slopes is None else geometry.slopes.view(geometry.kv_heads, -1)
         self._classes: Tensor | None = None
         self._facts: dict[str, dict[str, int]] = {}
         self._digest = ""
         self._step = 0
-        self._steps: list[Step] = []
         self._plan_s = 0.0
         self._since_plan = 0
-        self.times: list[StepTime] = []
-        self.turn_times: list[StepTime] = []
+        self._has_roles = False
+        self._steps: Trail[Step] = Trail()
+        self._text: Trail[Tensor] = Trail()
+        self._said_by: Trail[Tensor] = Trail()
+        self._times: Trail[StepTime] = Trail()
+        self._turn_times: Trail[StepTime] = Trail()
+        self._idle: Trail[Idle] = Trail()
+        self._pause: Idle | None = None
+        self._paused_at = 0.0
+        self._chunk_tokens = 0
+        self._pins: Pins = []
 
     # --- life --------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def start(self, dense: DenseKV, free_source: bool = False) -> None:
-        """Compresses a prefilled context; no question is known. The sources have watched the prefill."""
-        for source in self.sources.values():
-            source.watch_tokens(dense.tokens)
+    def start(self, dense: DenseKV, free_source: bool = False, roles: Sequence[int] | None = None) -> None:
+        """Compresses a prefilled context; no question is known. The sources have watched the prefill.
+
+        Args:
+            dense: the context.
+            free_source: let go of each layer of it once it is placed.
+            roles: `Role` of every token; None = unknown, and then the policy sees no roles later either.
+
+        Raises:
+            ValueError: roles of another length.
+        """
+        if roles is not None and len(roles) != dense.length_tokens:
+            raise ValueError(f"{len(roles)} roles for {dense.length_tokens} tokens of context")
+        self._has_roles = roles is not None
+        said_by = torch.full((dense.length_tokens,), UNKNOWN) if roles is None else torch.tensor(list(roles))
+        self._chunk_tokens = dense.chunk_tokens
+        self._watch(dense.tokens, said_by.to(torch.int8))
         self.cache.length_tokens = dense.length_tokens  # pages exist for planning, though none is placed yet
         signals = self._signals(Phase.COMPRESS, 0)
         self._classes = self.policy.classifier.classify(signals)
@@ -105,7 +154,7 @@ class Session:
         self._log("compress", 0, True, moves)
 
     @torch.inference_mode()
-    def extend(self, tokens: Sequence[int], logits: Logits = "none") -> Tensor | None:
+    def extend(self, tokens: Sequence[int], logits: Logits = "none", role: int = Role.USER) -> Tensor | None:
         """A turn: its tokens are known to the policy first, then run. Logits [T, V] of all of them, or of the last."""
         ids = torch.tensor(list(tokens), dtype=torch.long, device=self.decoder.device)
         check_length(self.decoder, self.cache.length_tokens + len(ids))
@@ -113,51 +162,189 @@ class Session:
             source.watch_turn(ids)
         out = []
         for part in ids.split(self.config.cache.hot_tokens):
-            started = time.perf_counter()
+            started, stalled = time.perf_counter(), self.stall_s
             moves = self._plan(Phase.TURN, len(part))
-            out.append(self._run(part, logits, "extend"))
-            self.turn_times.append(StepTime(time.perf_counter() - started, self._plan_s))
+            got = run_together([self], part.unsqueeze(0), logits, [role])
+            out.append(None if got is None else got[0])
+            total = time.perf_counter() - started
+            self._turn_times.append(StepTime(total, self._plan_s, self.stall_s - stalled))
             self._log("extend", len(part), True, moves)
         kept = [x for x in out if x is not None]
         return (torch.cat(kept) if logits == "all" else kept[-1]) if kept else None
 
-    @torch.inference_mode()
-    def step(self, token: int | Tensor) -> Tensor:
+    def step(self, token: int | Tensor, role: int = Role.GENERATED) -> Tensor:
         """One decode step: plans if one is due, runs the token, returns its logits [V]."""
-        started = time.perf_counter()
+        return Batch([self]).step(torch.as_tensor(token).view(1), [role])[0]
+
+    def plan_step(self) -> tuple[bool, list[Move]]:
+        """Before a decode step: plans if one is due. Whether it was, and what moved. For `Batch`."""
         self._since_plan += 1
-        due = self._since_plan >= self.policy.every_steps
-        moves: list[Move] = []
         self._plan_s = 0.0
+        due = self._since_plan >= self.policy.every_steps
         if due or self.cache.length_tokens % self.config.cache.page_tokens == 0:
-            moves = self._plan(Phase.DECODE, 1)
-            due = True
-        ids = torch.as_tensor(token, dtype=torch.long, device=self.decoder.device).view(1)
-        logits = self._run(ids, "last", "decode")
-        assert logits is not None
-        if self.decoder.device.type == "cuda":
-            torch.cuda.synchronize()
-        self.times.append(StepTime(time.perf_counter() - started, self._plan_s))
+            return True, self._plan(Phase.DECODE, 1)
+        return False, []
+
+    def end_step(self, total_s: float, stall_s: float, due: bool, moves: list[Move]) -> None:
+        """After a decode step: notes and logs it. For `Batch`."""
+        self._times.append(StepTime(total_s, self._plan_s, stall_s))
         self._step += 1
         self._log("decode", 1, due, moves)
-        return logits[-1]
 
-    def fork(self) -> Session:
-        """An independent session that goes on from here, its log begun with this one's steps."""
-        import copy
+    @torch.inference_mode()
+    def park(self, tier: Tier = Tier.L2) -> Idle:
+        """Between turns: pages leave the device, to `tier` as far as they fit, else to the next; the ring stays.
 
+        The next turn or step plans anew and wakes what matters then.
+
+        Raises:
+            ValueError: a tier that is on the device, or none.
+        """
+        if tier not in (Tier.L2, Tier.L3):
+            raise ValueError(f"park tier={tier!r}: must be L2 or L3")
+        started, before = time.perf_counter(), self._planned_device_bytes()
+        signals = self._signals(Phase.TURN, 0)
+        plan = parked(signals, tier, self.cache.metadata.score.view(signals.shape))
+        moves = self.cache.apply(plan)
+        self._note_plan(plan)
+        self._since_plan = self.policy.every_steps  # whatever comes next begins with a plan
+        self._log("turn", 0, True, moves)
+        if self._pause is not None:  # parked twice, to another tier
+            self._idle.append(self._pause.over([], started - self._paused_at, 0.0))
+        self._paused_at = time.perf_counter()
+        self._pause = Idle.begun(self._step, moves, before - self._planned_device_bytes(), self._paused_at - started)
+        return self._pause
+
+    @torch.inference_mode()
+    def fork(self, own_pools: bool = False) -> Session:
+        """An independent session that goes on from here, its log begun with this one's steps.
+
+        Args:
+            own_pools: copy every page into memory with limits of its own, so that neither binds the other; else
+                pages are shared until one of the two lets go of them.
+        """
         other = copy.copy(self)
-        other.cache = self.cache.fork()
+        other.cache = self.cache.fork(own_pools)
         other.sources = {name: source.fork() for name, source in self.sources.items()}
-        other._steps, other.times = list(self._steps), list(self.times)
-        other.turn_times = list(self.turn_times)
+        for name, value in vars(self).items():
+            if isinstance(value, Trail):
+                setattr(other, name, value.fork())
+        other._pins = []  # a saved file is the affair of whoever saved it
         return other
+
+    @torch.inference_mode()
+    def save(self, path: str | Path, in_place: bool = False) -> None:
+        """Writes the session to a file, whole or not at all; it goes on as before.
+
+        Args:
+            path: of the file; one that is there is replaced.
+            in_place: leave pages of L3 in the page file (cache.l3_path, a file that is kept) and refer to them. They
+                stay there, whatever the session does, until its next save.
+
+        Raises:
+            SavedError: the file can't be written, or pages can't stay in place.
+            CacheError: pages of L3 are lost, with cache.on_lost=error.
+        """
+        pins = saved.save(self, Path(path), in_place)
+        unpin(self._pins)
+        self._pins = pins
+
+    @staticmethod
+    @torch.inference_mode()
+    def resume(
+        path: str | Path,
+        decoder: Decoder,
+        policy: Policy,
+        config: SessionConfig,
+        context: SignalContext,
+        pools: Pools | None = None,
+    ) -> Session:
+        """A session that goes on where the saved one was, bit for bit; arguments as of `Session`.
+
+        Raises:
+            SavedError: not a saved session, of another version, model, shape or configuration, cut short, damaged.
+        """
+        with Reader(Path(path)) as reader:
+            saved.check(reader, decoder, policy, config)
+            session = Session(decoder, policy, config, context, pools)
+            try:
+                session._pins = saved.load(session, reader)
+            except BaseException:
+                session.close()
+                raise
+        return session
+
+    def scalars(self) -> dict[str, Any]:
+        """What `saved` notes of the session itself."""
+        return {name: getattr(self, name) for name in SCALARS}
+
+    def take_over(
+        self,
+        scalars: Mapping[str, Any],
+        text: tuple[Tensor, Tensor],
+        classes: Tensor | None,
+        steps: Trail[Step],
+        idle: Trail[Idle],
+        pause: Idle | None,
+    ) -> None:
+        """Becomes the session that was saved; its cache and signals are in place. For `saved`."""
+        for name in SCALARS:
+            setattr(self, name, scalars[name])
+        self._text, self._said_by = Trail([text[0]]), Trail([text[1]])
+        self._classes, self._steps = classes, steps
+        self._idle, self._pause, self._paused_at = idle, pause, time.perf_counter()
+
+    @property
+    def pause(self) -> Idle | None:
+        """The pause that lasts, if one does."""
+        return self._pause
 
     @property
     def classes(self) -> Tensor | None:
         """[L, Hk] int8 of `Head`, once started."""
         return self._classes
 
+    @property
+    def steps(self) -> int:
+        """Decode steps since the context was compressed."""
+        return self._step
+
+    @property
+    def chunk_tokens(self) -> int:
+        """In how large chunks the context was prefilled."""
+        return self._chunk_tokens
+
+    @property
+    def tokens(self) -> Tensor:
+        """[T] int64, everything run so far."""
+        return torch.cat([torch.zeros(0, dtype=torch.long), *(part.cpu() for part in self._text)])
+
+    @property
+    def roles(self) -> Tensor:
+        """[T] int8 of `Role` of every token, -1 = unknown."""
+        return torch.cat([torch.zeros(0, dtype=torch.int8), *self._said_by])
+
+    @property
+    def times(self) -> list[StepTime]:
+        """Of every decode step."""
+        return list(self._times)
+
+    @property
+    def turn_times(self) -> list[StepTime]:
+        """Of every run of a turn's tokens."""
+        return list(self._turn_times)
+
+    @property
+    def idle(self) -> list[Idle]:
+        """Every pause so far, one that lasts included."""
+        return [*self._idle, *([] if self.pause is None else [self.pause])]
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds so far in which a step waited for pages."""
+        return self.cache.traffic.total_stall_s
+
+    @torch.inference_mode()
     def close(self) -> None:
         """Frees the cache."""
         self.cache.close()
@@ -186,7 +373,6 @@ class Session:
         held = cache.held(next_tokens)
         length = cache.length_tokens + next_tokens
         layers, kv_heads, pages = held.mode.shape
-        budget = self.device_budget_bytes(length)
         observed = Observed((layers, kv_heads, pages), self.config.cache.page_tokens, cache.key_bounds)
         return Signals(
             phase=phase,
@@ -196,7 +382,9 @@ class Session:
             hot=cache.hot_mask(next_tokens),
             held=held,
             page_bytes=cache.page_bytes,
-            device_budget_bytes=None if budget is None else budget - cache.device_slack_bytes,
+            device_budget_bytes=self._free_device_bytes(length),
+            host_budget_bytes=cache.host_budget_bytes,
+            archive_budget_bytes=cache.archive_budget_bytes,
             classes=self._classes,
             values={name: source.value(observed).cpu() for name, source in self.sources.items()},
             seed=self.config.seed,
@@ -208,8 +396,26 @@ class Session:
 
     def device_budget_bytes(self, length_tokens: int) -> int | None:
         """Most bytes on the device at that length."""
-        fraction = self.config.budget_fraction
-        return None if fraction is None else int(fraction * self.full_bytes(length_tokens))
+        full = self.full_bytes(length_tokens)
+        return device_budget(self.config.cache, self.config.budget_fraction, full, self.decoder.device)
+
+    def _free_device_bytes(self, length_tokens: int) -> int | None:
+        """What pages may take of the device budget: of a share what slack leaves, of the memory what others leave too.
+
+        A share is this sequence's own, so that decisions are the same alone and in a batch.
+        """
+        config, fraction = self.config.cache, self.config.budget_fraction
+        full, device = self.full_bytes(length_tokens), self.decoder.device
+        share, memory = device_budget(config, fraction, full, device), device_budget(config, None, full, device)
+        left = [] if share is None else [share - self.cache.device_slack_bytes]
+        if memory is not None:
+            left.append(memory - self.cache.reserved_device_bytes)
+        return min(left, default=None)
+
+    def _planned_device_bytes(self) -> int:
+        """What L0 and L1 hold by the plan in force, however far moves are."""
+        held = self.cache.facts()["held_bytes"]
+        return held["L0"] + held["L1"]
 
     def _plan(self, phase: Phase, next_tokens: int) -> list[Move]:
         started = time.perf_counter()
@@ -218,6 +424,9 @@ class Session:
         moves = self.cache.apply(plan, next_tokens)
         self._plan_s, self._since_plan = time.perf_counter() - started, 0
         self._note_plan(plan)
+        if self._pause is not None:
+            self._idle.append(self._pause.over(moves, started - self._paused_at, self._plan_s))
+            self._pause = None
         return moves
 
     def _note_plan(self, plan: Plan) -> None:
@@ -227,44 +436,23 @@ class Session:
 
     # --- running -----------------------------------------------------------------------------------------------
 
-    def _run(self, ids: Tensor, logits: Logits, phase: str) -> Tensor | None:
-        """Runs tokens whose plan is applied; logits [T or 1, V]."""
-        cache, geometry, count = self.cache, self.decoder.geometry, len(ids)
-        cache.begin(count)
-        queries: list[Tensor] = []
-        masses: list[Tensor] = []
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache.append(layer, k[0], v[0])
-            grouped = q[0].unflatten(0, (geometry.kv_heads, geometry.group))
-            part = cache.attend(
-                layer,
-                grouped,
-                geometry.scale[layer],
-                geometry.window_tokens[layer],
-                self._slopes,
-                self._wants_mass,
-            )
-            if self._wants_queries:
-                queries.append(grouped)
-            if part.mass is not None:
-                masses.append(part.mass)
-            return part.out.flatten(0, 1).unsqueeze(0).to(q.dtype)
-
-        start = cache.length_tokens
-        positions = torch.arange(start, start + count, device=ids.device).unsqueeze(0)
-        out = self.decoder.forward(ids.unsqueeze(0), positions, attend, logits)
-        cache.end(count)
-        mass = None
-        if masses:
-            assert cache.tables is not None
-            flat = cache.tables.mass_by_page(torch.cat(masses))
-            mass = flat.view(geometry.layers, geometry.kv_heads, -1)
-        view = StepView(queries or None, mass, count, self._step)
+    def watch_run(self, ids: Tensor, role: int, view: StepView) -> None:
+        """After a run: the text grows, the signals see what there was to see. For `Batch`."""
+        self._watch(ids, torch.full((len(ids),), int(role), dtype=torch.int8))
         for source in self.sources.values():
-            source.watch_tokens(ids)
             source.watch_step(view)
-        return None if out is None else out[0]
+
+    def _watch(self, ids: Tensor, said_by: Tensor) -> None:
+        self._text.append(ids)
+        self._said_by.append(said_by)
+        shown = said_by if self._has_roles else torch.full_like(said_by, UNKNOWN)
+        for source in self.sources.values():
+            source.watch_roles(shown)
+            source.watch_tokens(ids)
+
+    def forget_facts(self) -> None:
+        """The pages are no longer those of the last plan (some were lost): the log counts them anew."""
+        self._facts = {}
 
     def _log(self, phase: str, tokens: int, planned: bool, moves: list[Move]) -> None:
         if not self._facts:

@@ -117,6 +117,16 @@ class Decoder(Protocol):
         ...
 
     @property
+    def fingerprint(self) -> str:
+        """Tells other weights of the same name: a hash over a sample of all of them, whatever they are kept in."""
+        ...
+
+    @property
+    def batches(self) -> bool:
+        """Whether rows of a batch get what each would get alone: bit for bit in float32."""
+        ...
+
+    @property
     def eos_ids(self) -> frozenset[int]:
         """Tokens that end a generation; empty if the model names none."""
         ...

@@ -7,10 +7,12 @@ logits = decoder.forward(tokens, positions, attend)
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from testbed.models.lean import LeanLlama
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+SAMPLED = 1024  # numbers of each weight that a fingerprint looks at
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -72,6 +75,21 @@ class HfDecoder:
             self.model.base_model(**inputs)
             return None
         return self.model(**inputs, logits_to_keep=1 if logits == "last" else 0).logits.float()
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """See `Decoder.fingerprint`: `SAMPLED` numbers of every tensor, evenly spread."""
+        digest = hashlib.blake2b(digest_size=8)
+        for name, weight in self.model.state_dict().items():
+            flat = weight.detach().flatten()
+            sample = flat[:: max(1, len(flat) // SAMPLED)].to("cpu", torch.float32)
+            digest.update(f"{name} {tuple(weight.shape)}".encode() + sample.numpy().tobytes())
+        return digest.hexdigest()
+
+    @property
+    def batches(self) -> bool:
+        """See `Decoder.batches`: transformers' own products of matrices mix rows in their last bits."""
+        return self.lean is not None
 
     @property
     def eos_ids(self) -> frozenset[int]:

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.gemv import gemv_bf16
+from kernels.gemv import NATIVE_ROWS, gemv_bf16
 from testbed.models.base import Attend, Geometry, Logits
 
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
@@ -96,7 +96,7 @@ class LeanLlama:
         hidden = self._norm(hidden, self.norm_weight)
         if self.head.weight.dtype != self.dtype:
             return _linear(hidden, self.head.weight, self.head.bias)
-        return self.head(hidden).float()
+        return _linear(hidden, self.head.weight, self.head.bias).float()
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.eps)
@@ -116,9 +116,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear, whichever way the weight is kept."""
-    if weight.dtype == torch.bfloat16 and x.dtype == torch.float32:
-        return gemv_bf16(x, weight, bias)
+    """F.linear of x [B, T, C], whichever way the weight is kept; in float32 no sequence changes another's bits."""
+    packed = weight.dtype == torch.bfloat16 and x.dtype == torch.float32
+    if len(x) == 1 or (packed and len(x) <= NATIVE_ROWS and x.shape[1] == 1):
+        return gemv_bf16(x, weight, bias) if packed else F.linear(x, weight, bias)
+    if packed and x.shape[1] == 1:
+        return torch.cat([gemv_bf16(part, weight, bias) for part in x.split(NATIVE_ROWS)])
+    if x.dtype == torch.float32:  # a matrix library's sums depend on how many rows there are
+        return torch.cat([_linear(row, weight, bias) for row in x.split(1)])
     return F.linear(x, weight, bias)
 
 
