@@ -97,6 +97,20 @@ class Job:
         """M, with those that were cancelled."""
         return len(self.source_slots)
 
+    def slots(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Slots of rows [m], of source and target."""
+        if len(rows) == self.pages:
+            return self.source_slots, self.target_slots
+        return self.source_slots[rows], self.target_slots[rows]
+
+    def arrive(self, rows: Tensor) -> int:
+        """Rows [m] were copied: m."""
+        if len(rows) == self.pages:
+            self.arrived.fill_(True)
+        else:
+            self.arrived[rows] = True
+        return len(rows)
+
     @property
     def ended(self) -> bool:
         """Whether the mover will not touch it again; beside a GPU its last copies may be on their way."""

@@ -151,7 +151,7 @@ class Lane:
         """Copies a chunk and books it; errors of stores go to the jobs they belong to."""
         started = time.perf_counter()
         try:
-            errors = _copy_parts(chunk, staging)
+            outcomes = _copy_parts(chunk, staging)
         except BaseException:
             with self.shared.lock:
                 self.begun.remove(chunk)
@@ -160,10 +160,10 @@ class Lane:
         with self.shared.lock:
             self.begun.remove(chunk)
             total = sum(len(rows) for _, rows in chunk.parts)
-            for (job, rows), error in zip(chunk.parts, errors, strict=True):
-                self._book(job, len(rows), int(job.arrived[rows].sum()), seconds * len(rows) / max(1, total), error)
+            for (job, rows), (arrived, error) in zip(chunk.parts, outcomes, strict=True):
+                self._book(job, arrived, seconds * len(rows) / total, error)
 
-    def _book(self, job: Job, rows: int, arrived: int, seconds: float, error: Exception | None) -> None:
+    def _book(self, job: Job, arrived: int, seconds: float, error: Exception | None) -> None:
         """Notes what one call did for a job and ends it if that was all; the lock is held."""
         job.running -= 1
         job.busy_s += seconds
@@ -233,31 +233,32 @@ def stop(shared: Shared, lanes: tuple[Lane, ...], patience_s: float) -> bool:
     return not any(thread.is_alive() for lane in lanes for thread in lane.threads)
 
 
-def _copy_parts(chunk: Chunk, staging: Staging) -> list[Exception | None]:
+Outcome = tuple[int, Exception | None]  # pages that arrived, what went wrong
+
+
+def _copy_parts(chunk: Chunk, staging: Staging) -> list[Outcome]:
     """Copies all parts in one call; if that fails each by itself, so that an error stays with its job."""
     if len(chunk.parts) > 1:
         first = chunk.parts[0][0]
+        source, target = (torch.cat(each) for each in zip(*(job.slots(rows) for job, rows in chunk.parts), strict=True))
         try:
             _wait_ready(chunk, staging)
-            source = torch.cat([job.source_slots[rows] for job, rows in chunk.parts])
-            target = torch.cat([job.target_slots[rows] for job, rows in chunk.parts])
             transfer(first.source, source, first.target, target, staging)
             _mark_event(chunk, staging)
         except Exception:
             return [_copy_part(job, rows, staging) for job, rows in chunk.parts]
-        for job, rows in chunk.parts:
-            job.arrived[rows] = True
-        return [None] * len(chunk.parts)
+        return [(job.arrive(rows), None) for job, rows in chunk.parts]
     return [_copy_part(job, rows, staging) for job, rows in chunk.parts]
 
 
-def _copy_part(job: Job, rows: torch.Tensor, staging: Staging) -> Exception | None:
+def _copy_part(job: Job, rows: torch.Tensor, staging: Staging) -> Outcome:
     """Copies rows of a job; pages that an error names are left out and the others copied."""
     chunk, found = Chunk([(job, rows)]), None
     while len(rows):
+        source, target = job.slots(rows)
         try:
             _wait_ready(chunk, staging)
-            transfer(job.source, job.source_slots[rows], job.target, job.target_slots[rows], staging)
+            transfer(job.source, source, job.target, target, staging)
             _mark_event(chunk, staging)
         except Exception as error:
             found = found or error
@@ -266,9 +267,8 @@ def _copy_part(job: Job, rows: torch.Tensor, staging: Staging) -> Exception | No
                 break
             rows = left
         else:
-            job.arrived[rows] = True
-            break
-    return found
+            return job.arrive(rows), found
+    return 0, found
 
 
 def _names_pages(error: Exception) -> bool:
