@@ -196,13 +196,14 @@ def gather(pool: Pool, slots: Tensor, backend: str | None = None, threads: int |
     Raises:
         ValueError: a slot outside the pool.
     """
-    check_slots(pool, slots)
+    _check_slot_type(slots, "slots")
     _check_threads(threads)
     name = choose_backend(backend, slots.device.type)
     if name == "cpu" and slots.device.type == "cpu" and _on_host(pool):
         from kernels.cpu.store import gather as native
 
         return native(pool, slots, threads)
+    check_slots(pool, slots)
     if name == "triton" and pool.device == slots.device:
         from kernels.gpu.store import gather as run
     else:
@@ -216,7 +217,7 @@ def scatter(pool: Pool, slots: Tensor, blobs: Tensor, backend: str | None = None
     Raises:
         ValueError: a slot outside the pool, blobs of another size.
     """
-    check_slots(pool, slots)
+    _check_slot_type(slots, "slots")
     _check_threads(threads)
     if blobs.dtype != torch.uint8 or blobs.shape != (len(slots), pool.fmt.page_bytes):
         raise ValueError(
@@ -227,6 +228,7 @@ def scatter(pool: Pool, slots: Tensor, blobs: Tensor, backend: str | None = None
         from kernels.cpu.store import scatter as native
 
         return native(pool, slots, blobs, threads)
+    check_slots(pool, slots)
     if name == "triton" and pool.device == blobs.device == slots.device:
         from kernels.gpu.store import scatter as run
     else:

@@ -87,56 +87,62 @@ def _refuse_append(fault: int, table_slot: Tensor, offset: Tensor, pool: Pool, u
 
 def gather(pool: Pool, slots: Tensor, threads: int | None = None) -> Tensor:
     """As `kernels.api.gather`."""
+    slots = slots.contiguous()
     out = torch.empty(len(slots), pool.fmt.page_bytes, dtype=torch.uint8)
-    _copy(pool, slots, _as_pool(pool, out), None, False, threads)
+    start = ctypes.c_int64(out.data_ptr())
+    if _copy(pool, _side(pool, slots), _run(start, len(slots)), len(slots), False, threads):
+        _refuse_slots(slots=(pool, slots))
     return out
 
 
 def scatter(pool: Pool, slots: Tensor, blobs: Tensor, threads: int | None = None) -> None:
     """As `kernels.api.scatter`."""
-    _copy(_as_pool(pool, blobs.contiguous()), None, pool, slots, blobs.nbytes >= PAST_CACHE_BYTES, threads)
+    slots, blobs = slots.contiguous(), blobs.contiguous()
+    start = ctypes.c_int64(blobs.data_ptr())
+    if _copy(pool, _run(start, len(slots)), _side(pool, slots), len(slots), True, threads):
+        _refuse_slots(slots=(pool, slots))
 
 
 def copy_pages(
     source: Pool, source_slots: Tensor, target: Pool, target_slots: Tensor, threads: int | None = None
 ) -> None:
     """As `kernels.api.copy_pages`."""
-    large = len(source_slots) * source.fmt.page_bytes >= PAST_CACHE_BYTES
-    _copy(source, source_slots, target, target_slots, large, threads)
+    slots, places = source_slots.contiguous(), target_slots.contiguous()
+    if _copy(source, _side(source, slots), _side(target, places), len(slots), True, threads):
+        _refuse_slots(source_slots=(source, slots), target_slots=(target, places))
 
 
-def _as_pool(pool: Pool, blobs: Tensor) -> Pool:
-    """Blobs [M, page_bytes] as a pool of one slab."""
-    return Pool(pool.fmt, (blobs,))
+Side = tuple[int, int, int, int]
 
 
-def _copy(
-    source: Pool,
-    source_slots: Tensor | None,
-    target: Pool,
-    target_slots: Tensor | None,
-    past_cache: bool,
-    threads: int | None,
-) -> None:
-    """Page source_slots[i] to target_slots[i]; None for 0, 1, 2, ..."""
-    slots = [x if x is None else x.contiguous() for x in (source_slots, target_slots)]
-    count = next(len(x) for x in slots if x is not None)
+def _side(pool: Pool, slots: Tensor) -> Side:
+    """Pages of a pool as copy.cpp takes them."""
+    _, _, slab_pages, slabs, _, pages = pool.native
+    return slabs, slab_pages, pages, slots.data_ptr()
+
+
+def _run(start: ctypes.c_int64, pages: int) -> Side:
+    """Pages one after the other from an address, which must stay where it is until the call is done."""
+    return ctypes.addressof(start), pages, pages, 0
+
+
+def _copy(pool: Pool, source: Side, target: Side, count: int, once: bool, threads: int | None) -> int:
+    """Copies pages of the pool's format; `once`: they aren't read again soon. Returns what copy.cpp does."""
     if not count:
-        return
-    sides = (
-        number
-        for pool, x in zip((source, target), slots, strict=True)
-        for number in (*pool.native[3:1:-1], pool.pages, 0 if x is None else x.data_ptr())
-    )
-    call = COPY(*sides, source.fmt.page_bytes, count, past_cache, threads or torch.get_num_threads())
-    fault = library().testbed_copy(call)
-    if fault:
-        from kernels.api import check_slots
+        return 0
+    page_bytes = pool.fmt.page_bytes
+    past_cache = once and count * page_bytes >= PAST_CACHE_BYTES
+    call = COPY(*source, *target, page_bytes, count, past_cache, threads or torch.get_num_threads())
+    return library().testbed_copy(call)
 
-        for name, pool, x in (("source_slots", source, slots[0]), ("target_slots", target, slots[1])):
-            if x is not None:
-                check_slots(pool, x, name)
-        raise AssertionError(f"copy.cpp refused argument {fault} of a copy that is in range")
+
+def _refuse_slots(**given: tuple[Pool, Tensor]) -> None:
+    """Says what copy.cpp found out of range."""
+    from kernels.api import check_slots
+
+    for name, (pool, slots) in given.items():
+        check_slots(pool, slots, name)
+    raise AssertionError("copy.cpp refused slots that are in range")
 
 
 def page_scores(q: Tensor, high: Tensor, low: Tensor | None, count: Tensor | None) -> Tensor:
