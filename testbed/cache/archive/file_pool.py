@@ -203,7 +203,8 @@ class FilePool:
     def restore(self, slots: Tensor, checksums: Tensor) -> None:
         """Takes slots [M] int64 of a file that an earlier run left, one reference each.
 
-        `checksums` [M] int64 is what the method of that name said then. Whether the pages are still there shows when they are read.
+        `checksums` [M] int64 is what the method of that name said then. Whether the pages are still there shows when
+        they are read.
 
         Raises:
             PoolFull: cache.l3_bytes.

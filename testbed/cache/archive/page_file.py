@@ -27,6 +27,7 @@ from testbed.cache.archive.io import BLOCK_BYTES, KINDS, Engine, make_engine
 from testbed.cache.pool import PoolFull
 
 EXTENT_BYTES = 1 << 20
+ADVICE = "name a folder, a new file or a page file"
 LEAST_EXTENTS = 64  # that a limit should be worth, so that formats can share a small archive
 EngineMaker = Callable[[str, int, bool], Engine]  # kind, descriptor, whether it is direct
 
@@ -100,7 +101,7 @@ class PageFile:
         path = Path(path)
         check_options(io, direct)
         extent = _extent_bytes(about, max_bytes)
-        if path.is_dir():
+        if kind_of(path) == "folder":
             return PageFile(path, Header(about, extent), None, max_bytes, (io, direct), make)
         file = open_locked(path, create=True)
         try:
@@ -344,24 +345,38 @@ def open_locked(path: Path, create: bool) -> int:
     Raises:
         ArchiveError: names the path and what is wrong with it.
     """
-    what = f"cache.l3_path={path}"
-    advice = "name a folder, a new file or a page file"
     file = None
     try:
-        there = path.exists()
-        if there and not stat.S_ISREG(path.stat().st_mode):
-            raise ArchiveError(f"{what}: is neither a folder nor a regular file; {advice}")
-        if not there and not path.parent.is_dir():
-            raise ArchiveError(f"{what}: there is no folder {path.parent}; make it first")
+        if kind_of(path) == "missing" and not path.parent.is_dir():
+            raise ArchiveError(f"cache.l3_path={path}: there is no folder {path.parent}; make it first")
         file = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if file is not None:
             os.close(file)
         if isinstance(error, BlockingIOError):
-            raise ArchiveError(f"{what}: is in use by another run; wait for it or name another file") from error
-        raise ArchiveError(f"{what}: {error.strerror or error}; {advice}") from error
+            raise ArchiveError(
+                f"cache.l3_path={path}: is in use by another run; wait for it or name another file"
+            ) from error
+        raise ArchiveError(f"cache.l3_path={path}: {error.strerror or error}; {ADVICE}") from error
     return file
+
+
+def kind_of(path: Path) -> str:
+    """What is there: folder, file or missing.
+
+    Raises:
+        ArchiveError: something else, or nothing that may be looked at.
+    """
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "missing"
+    except OSError as error:
+        raise ArchiveError(f"cache.l3_path={path}: {error.strerror or error}; {ADVICE}") from error
+    if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode):
+        raise ArchiveError(f"cache.l3_path={path}: is neither a folder nor a regular file; {ADVICE}")
+    return "folder" if stat.S_ISDIR(mode) else "file"
 
 
 def check_archive(path: Path | str) -> None:
@@ -372,8 +387,9 @@ def check_archive(path: Path | str) -> None:
             another version or in use.
     """
     path = Path(path)
-    if path.is_dir() or not path.exists():
-        folder = path if path.is_dir() else path.parent
+    kind = kind_of(path)
+    if kind != "file":
+        folder = path if kind == "folder" else path.parent
         if not folder.is_dir():
             raise ArchiveError(f"cache.l3_path={path}: there is no folder {folder}; make it first")
         try:
