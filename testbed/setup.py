@@ -13,7 +13,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from kernels.api import BACKENDS, choose_backend
 from policies.base import Policy, Tier
-from testbed.cache.archive import check_folder
+from testbed.cache.archive import check_archive
 from testbed.cache.layout import CacheConfig
 from testbed.calibrate import CalibrationConfig
 from testbed.compose import full_policy, policy_from
@@ -136,8 +136,8 @@ def setup(cfg: DictConfig) -> Setup:
         twin=_machines(cfg.twin),
         seed=cfg.seed,
     )
-    if made.archives:
-        check_folder(cache.archive_folder())
+    if cache.l3_path is not None or made.archives:
+        check_archive(cache.archive_folder())
     return made
 
 

@@ -78,8 +78,7 @@ def section(run: Experiment) -> dict[str, Any]:
     """The record's `tiers`: plain values, units in the names; empty where tiers did nothing.
 
     at_end and mean_held_bytes are means over samples, the latter over steps too; everything else is a sum over
-    samples, `loading` over contexts (what compressing them moved); failures and events are of both. busy_share is of
-    the time of all steps.
+    samples, failures and events with those of compressing the contexts. busy_share is of the time of all steps.
     """
     if not tiered(run):
         return {}
@@ -98,7 +97,6 @@ def section(run: Experiment) -> dict[str, Any]:
         **out,
         "failures": Traffic.merge((loading, answering)).failures,
         "events": grouped([*loading.events, *answering.events]),
-        "loading": {"links": loading.summary()["links"]},
         "step_s": step_s,
     }
 

@@ -32,7 +32,7 @@ def _residency(tiers: Mapping[str, Any]) -> Sheet:
         most = tiers["capacity_bytes"].get(tier)
         pages = sum(place.get("pages", 0) for place in inside.values())
         used = sum(place.get("bytes", 0) for place in inside.values())
-        limit = ABSENT if most is None else value_text(most, "bytes")
+        limit = ABSENT if most is None else value_text(most, "bytes") + (" with L0" if tier == "L1" else "")
         rows.append((tier, _count(pages), value_text(used, "bytes"), value_text(held, "bytes"), limit))
         for name, place in inside.items():
             pages_text = _count(place["pages"]) if "pages" in place else ABSENT
@@ -42,22 +42,19 @@ def _residency(tiers: Mapping[str, Any]) -> Sheet:
 
 
 def _moves(tiers: Mapping[str, Any]) -> Sheet:
-    """One line a link: what went over it while questions were answered and while contexts were compressed."""
-    rows = []
-    links, loading = tiers["links"], tiers["loading"]["links"]
-    for link in sorted({*links, *loading}):
-        here, before = links.get(link, {}), loading.get(link, {})
-        rows.append(
-            (
-                link.replace(">", " → "),
-                _count(here.get("pages", 0)),
-                value_text(here.get("bytes", 0), "bytes"),
-                value_text(here.get("busy_share", 0.0), "fraction"),
-                value_text(before.get("bytes", 0), "bytes"),
-            )
+    """One line a link: what went over it since contexts were compressed."""
+    rows = [
+        (
+            link.replace(">", " → "),
+            _count(moved["pages"]),
+            value_text(moved["bytes"], "bytes"),
+            value_text(moved["busy_share"], "fraction"),
         )
-    columns = ("link", "pages", "bytes", "busy, share of steps", "bytes at compression")
-    return Sheet("Moves between tiers, all samples (measured)", columns, rows)
+        for link, moved in tiers["links"].items()
+    ]
+    return Sheet(
+        "Moves between tiers, all samples (measured)", ("link", "pages", "bytes", "busy, share of steps"), rows
+    )
 
 
 def lines(record: Record) -> list[str]:

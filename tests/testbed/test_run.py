@@ -391,15 +391,6 @@ def test_conflicting_policies_are_named(place: Place) -> None:
     assert "policy.predictor: snapkv has snapkv, h2o has h2o" in line
 
 
-def test_archive_folder_is_tried_before_the_run(place: Place, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    archive = [f"cache.l3_path={tmp_path / 'file'}"]
-    setup(configured(place.changed(*archive)))  # nobody archives
-    line = refusal(lambda: setup(configured(place.changed(*archive, "policy.eviction.victim=l3"))))
-    assert f"cache.l3_path={tmp_path / 'file'}" in line
-    assert "writable folder" in line
-
-
 def failing(place: Place, tmp_path: Path, *more: str) -> str:
     """The line of a run that must fail without a trace in its folder and before any prefill."""
     line = refusal(lambda: run(configured(place.changed(*more)), tmp_path / "out"))
