@@ -14,14 +14,20 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels.api import choose_backend
-from kernels.guards import check_like
+from kernels.guards import check_int, check_like
 
 NATIVE_ROWS = 16  # beyond, widening costs less than native products
 BACKENDS = ("cpu", "torch", None)
 BLOCK_ELEMENTS = 2 << 20  # weights widened at once
 
 
-def gemv_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: str | None = None) -> Tensor:
+def gemv_bf16(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    backend: str | None = None,
+    native_rows: int = NATIVE_ROWS,
+) -> Tensor:
     """`torch.nn.functional.linear` of the widened weight, without holding that.
 
     Args:
@@ -29,6 +35,8 @@ def gemv_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: st
         weight: [N, K] bf16, contiguous.
         bias: [N] float32.
         backend: "cpu" or "torch", None for the fastest.
+        native_rows: up to so many rows go to native code, where a row's result is bitwise that of the row alone. 64 is
+            good for batches that must be so: for 17 to 64 rows that takes 1.2 to 1.8 times what the library does.
 
     Returns:
         [..., N] float32; a row's result does not depend on the number of threads.
@@ -37,8 +45,9 @@ def gemv_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: st
         ValueError: shapes, types, devices or strides that don't match, K = 0, another backend.
     """
     _check(x, weight, bias, backend)
+    check_int("native_rows", native_rows, 0)
     rows = x.numel() // weight.shape[1]
-    if 0 < rows <= NATIVE_ROWS and weight.device.type == "cpu" and choose_backend(backend) == "cpu":
+    if 0 < rows <= native_rows and weight.device.type == "cpu" and choose_backend(backend) == "cpu":
         out = _native(x, weight, rows)
     else:
         out = _widened(x, weight)
