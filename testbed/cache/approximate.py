@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.prototypes import encode_prototypes, make_prototypes
 from policies.base import Mode
-from testbed.cache.pool import SlabPool
+from testbed.cache.pool import PoolFull, SlabPool
 
 
 class Approximations:
@@ -34,6 +34,12 @@ class Approximations:
         """Bytes of the sums behind the background states, in host memory."""
         return 0 if self._sums is None else self._sums.nbytes
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the prototypes and states of this sequence, on the device."""
+        prototypes = int((self.slot >= 0).sum()) * self.prototypes.fmt.page_bytes
+        return prototypes + int((self.background_slot >= 0).sum()) * self.background.fmt.page_bytes
+
     def grow(self, pages: int) -> None:
         """Adds columns for new pages."""
         fresh = torch.full((len(self.slot), pages), -1, dtype=torch.int32)
@@ -44,8 +50,10 @@ class Approximations:
         background = (mode == Mode.BACKGROUND) != (old_mode == Mode.BACKGROUND)
         return background | ((mode == Mode.CLUSTER) & (self.slot < 0))
 
-    def update(self, at: Tensor, k: Tensor, v: Tensor, mode: Tensor, old_mode: Tensor) -> None:
+    def update(self, at: Tensor, k: Tensor, v: Tensor, mode: Tensor, old_mode: Tensor) -> int:
         """Makes prototypes of pages that turn CLUSTER; adds or takes off pages that enter or leave BACKGROUND.
+
+        Where the device has no room for prototypes the pages are skipped instead, in `mode` too.
 
         Args:
             at: [M, 2] stream and page.
@@ -53,14 +61,23 @@ class Approximations:
             v: [M, P, D] their values.
             mode: [S, N] to come.
             old_mode: [S, N] in force.
+
+        Returns:
+            Pages that got no prototypes for want of room.
         """
         if not len(at):
-            return
+            return 0
         row, page = at[:, 0], at[:, 1]
         new, old = mode[row, page], old_mode[row, page]
         make = (new == Mode.CLUSTER) & (self.slot[row, page] < 0)
+        slots, refused = None, 0
         if bool(make.any()):
-            slots = self.prototypes.allocate(int(make.sum()))
+            try:
+                slots = self.prototypes.allocate(int(make.sum()))
+            except PoolFull:
+                refused = int(make.sum())
+                mode[row[make], page[make]] = int(Mode.SKIP)
+        if slots is not None:
             means = make_prototypes(k[make], v[make], self.prototypes.fmt.groups)
             self.prototypes.write(slots, encode_prototypes(self.prototypes.fmt, *means))
             self.slot[row[make], page[make]] = slots.int()
@@ -71,38 +88,77 @@ class Approximations:
             tokens = torch.full((len(at), 1), float(k.shape[1]), device=k.device)
             total = torch.cat((k.float().sum(1), v.float().sum(1), tokens), dim=1)
             self._sums.index_add_(0, row, total.cpu() * sign.unsqueeze(1))
+        return refused
 
-    def settle(self, mode: Tensor) -> None:
-        """After all updates: frees prototypes that no page uses, writes the background states."""
+    def settle(self, mode: Tensor) -> int:
+        """After all updates: frees prototypes that no page uses, writes the background states.
+
+        A stream whose state finds no room on the device has its BACKGROUND pages skipped, in `mode` too.
+
+        Returns:
+            Streams without room.
+        """
         at = ((mode != Mode.CLUSTER) & (self.slot >= 0)).nonzero()
         if len(at):
             self.prototypes.free(self.slot[at[:, 0], at[:, 1]].long())
             self.slot[at[:, 0], at[:, 1]] = -1
-        if self._sums is not None:
-            self._write_background(self._sums)
+        return 0 if self._sums is None else self._write_background(self._sums, mode)
 
-    def _write_background(self, sums: Tensor) -> None:
-        d = self.head_dim
-        used = sums[:, 2 * d] > 0.5  # a whole number of tokens, so never near the bound
+    def _write_background(self, sums: Tensor, mode: Tensor) -> int:
+        used = sums[:, 2 * self.head_dim] > 0.5  # a whole number of tokens, so never near the bound
         held = self.background_slot >= 0
         self.background.free(self.background_slot[held & ~used].long())
         self.background_slot[held & ~used] = -1
         fresh = (used & ~held).nonzero().flatten()
-        self.background_slot[fresh] = self.background.allocate(len(fresh)).int()
+        refused = self._make_room(fresh)
+        if refused:
+            mode[fresh] = mode[fresh].masked_fill(mode[fresh] == Mode.BACKGROUND, int(Mode.SKIP))
+            sums[fresh] = 0.0
+            used[fresh] = False
+        self._encode(sums, used)
+        return refused
+
+    def _make_room(self, streams: Tensor) -> int:
+        """Slots for the states of streams [M]; M if there is no room, else 0."""
+        try:
+            self.background_slot[streams] = self.background.allocate(len(streams)).int()
+        except PoolFull:
+            return len(streams)
+        return 0
+
+    def _encode(self, sums: Tensor, used: Tensor) -> None:
+        """Writes the states of the streams used [S]."""
+        d = self.head_dim
         sums = sums[used].to(self.device)
         tokens = sums[:, 2 * d :]
         k, v = (sums[:, i * d : (i + 1) * d] / tokens for i in range(2))
         blobs = encode_prototypes(self.background.fmt, k.unsqueeze(1), v.unsqueeze(1), tokens.log2())
         self.background.write(self.background_slot[used].long(), blobs)
 
-    def clone(self) -> Approximations:
-        """An independent copy."""
-        other = Approximations(len(self.slot), self.head_dim, self.prototypes.clone(), self.background.clone())
+    def fork(self, prototypes: SlabPool, background: SlabPool) -> Approximations:
+        """The same in other pools, or in the same ones, where prototypes, which never change, are shared."""
+        other = Approximations(len(self.slot), self.head_dim, prototypes, background)
         other.slot, other.background_slot = self.slot.clone(), self.background_slot.clone()
+        held = self.slot >= 0
+        if prototypes is self.prototypes:
+            prototypes.share(self.slot[held].long())
+        else:
+            other.slot[held] = _copied(self.prototypes, prototypes, self.slot[held])
+        held = self.background_slot >= 0
+        other.background_slot[held] = _copied(self.background, background, self.background_slot[held])
         other._sums = None if self._sums is None else self._sums.clone()
         return other
 
     def close(self) -> None:
-        """Frees everything."""
-        self.prototypes.close()
-        self.background.close()
+        """Gives all slots back."""
+        self.prototypes.free(self.slot[self.slot >= 0].long())
+        self.background.free(self.background_slot[self.background_slot >= 0].long())
+        self.slot.fill_(-1)
+        self.background_slot.fill_(-1)
+
+
+def _copied(source: SlabPool, target: SlabPool, slots: Tensor) -> Tensor:
+    """Copies of the blobs at slots [M] int32 in another pool, or in fresh slots of the same: their slots."""
+    fresh = target.allocate(len(slots))
+    target.write(fresh, source.read(slots.long()))
+    return fresh.int()

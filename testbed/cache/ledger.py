@@ -24,9 +24,11 @@ class Ledger:
 
     Attributes:
         pages: (tier, format) -> pages, from the page table; L0 counts the whole reserved ring.
-        used_bytes: "L0/compute", ..., "L1/prototype", "L1/background", "L1/tables", "L1/bounds" -> bytes by the
-            page table.
-        held_bytes: tier -> bytes the allocators hold, slack of begun slabs included.
+        used_bytes: "L0/compute", ..., "L1/prototype", "L1/background", "L1/tables", "L1/bounds", "L2/metadata",
+            "L2/background_sums" -> bytes by the page table; "L1/in_flight", "L2/in_flight", ...: slots that pages have
+            left and that are kept until the copies are done.
+        held_bytes: tier -> bytes the allocators hold, slack of begun slabs included. Where sequences share the pools:
+            what this one would hold alone, its pages rounded up to whole blocks.
     """
 
     pages: Mapping[tuple[Tier, Format], int]
@@ -36,33 +38,11 @@ class Ledger:
     @staticmethod
     def of(cache: PagedCache) -> Ledger:
         """Counts a cache."""
-        state = cache.state
-        key = state["tier"].long() * len(Format) + state["format"]
-        values, counts = key.unique(return_counts=True)
-        pages = {
-            (Tier(value // len(Format)), Format(value % len(Format))): count
-            for value, count in zip(values.tolist(), counts.tolist(), strict=True)
-            if value // len(Format) not in (Tier.L0, Tier.DROPPED)
-        }
-        pages[Tier.L0, Format.COMPUTE] = cache.streams * cache.hot.stream_pages
-        used = {
-            f"{tier.name}/{code.name.lower()}": count * cache.formats[code].page_bytes
-            for (tier, code), count in pages.items()
-        }
-        clusters = int((state["mode"] == Mode.CLUSTER).sum())
-        used["L1/prototype"] = clusters * cache.approximations.prototypes.fmt.page_bytes
-        used["L1/background"] = (
-            cache.approximations.background.used_pages * cache.approximations.background.fmt.page_bytes
-        )
-        used["L1/tables"] = state["mode"].numel() * TABLE_BYTES_PER_PAGE
-        used["L1/bounds"] = cache.bounds_bytes
-        used["L2/background_sums"] = cache.approximations.sums_bytes
-        held = {tier.name: 0 for tier in Tier if tier != Tier.DROPPED}
-        for (tier, _), pool in cache.pools.items():
-            held[tier.name] += pool.held_bytes
-        held["L1"] += cache.approximations.prototypes.held_bytes + cache.approximations.background.held_bytes
-        held["L1"] += used["L1/tables"] + used["L1/bounds"]
-        held["L2"] += used["L2/background_sums"]
+        pages = _pages(cache)
+        used = _planned(cache, pages)
+        for tier, count in cache.flights.source_bytes().items():
+            used[f"{tier.name}/in_flight"] = count
+        held = _held(cache) if len(cache.pools.users) == 1 else _alone(cache, pages, used)
         return Ledger(pages, {name: count for name, count in used.items() if count}, held)
 
     @property
@@ -79,6 +59,55 @@ class Ledger:
     def used_device_bytes(self) -> int:
         """Bytes of L0 and L1 by the page table: what budgets are compared with."""
         return sum(count for name, count in self.used_bytes.items() if name[:2] in ("L0", "L1"))
+
+
+def _pages(cache: PagedCache) -> dict[tuple[Tier, Format], int]:
+    """(tier, format) -> pages by the page table; the ring of L0 whole."""
+    key = cache.state["tier"].long() * len(Format) + cache.state["format"]
+    values, counts = key.unique(return_counts=True)
+    pages = {
+        (Tier(value // len(Format)), Format(value % len(Format))): count
+        for value, count in zip(values.tolist(), counts.tolist(), strict=True)
+        if value // len(Format) not in (Tier.L0, Tier.DROPPED)
+    }
+    pages[Tier.L0, Format.COMPUTE] = cache.streams * cache.hot.stream_pages
+    return pages
+
+
+def _planned(cache: PagedCache, pages: Mapping[tuple[Tier, Format], int]) -> dict[str, int]:
+    """Bytes by place and kind, however far moves are."""
+    parts = cache.approximations
+    return {
+        f"{tier.name}/{code.name.lower()}": count * cache.formats[code].page_bytes
+        for (tier, code), count in pages.items()
+    } | {
+        "L1/prototype": int((parts.slot >= 0).sum()) * parts.prototypes.fmt.page_bytes,
+        "L1/background": int((parts.background_slot >= 0).sum()) * parts.background.fmt.page_bytes,
+        "L1/tables": cache.state["mode"].numel() * TABLE_BYTES_PER_PAGE,
+        "L1/bounds": cache.bounds_bytes,
+        "L2/background_sums": parts.sums_bytes,
+        "L2/metadata": cache.metadata.host_bytes,
+    }
+
+
+def _held(cache: PagedCache) -> dict[str, int]:
+    """What the allocators hold, for a cache with pools of its own."""
+    pools = cache.pools
+    held = {tier.name: pools.held_bytes(tier) for tier in Tier if tier != Tier.DROPPED}
+    held["L1"] += cache.device_table_bytes
+    held["L2"] += cache.host_table_bytes
+    return held
+
+
+def _alone(cache: PagedCache, pages: Mapping[tuple[Tier, Format], int], used: Mapping[str, int]) -> dict[str, int]:
+    """What the allocators hold for the used bytes, were the sequence alone: whole blocks."""
+    held = {tier.name: 0 for tier in Tier if tier != Tier.DROPPED}
+    for name, count in used.items():
+        held[name.split("/")[0]] += count
+    held["L1"] += cache.device_slack_bytes
+    for code in Format:
+        held["L2"] += -pages.get((Tier.L2, code), 0) % cache.config.slab_pages * cache.formats[code].page_bytes
+    return held
 
 
 def positions(cache: PagedCache) -> torch.Tensor:
@@ -112,5 +141,6 @@ def facts(cache: PagedCache) -> dict[str, dict[str, int]]:
         + backgrounds * cache.approximations.background.fmt.page_bytes
     )
     read_tokens |= {"prototype": clusters * cache.config.prototypes, "background": backgrounds}
-    held = Ledger.of(cache).held_bytes
-    return {"pages": pages, "read_bytes": read_bytes, "read_tokens": read_tokens, "held_bytes": dict(held)}
+    table = _pages(cache)
+    held = _alone(cache, table, _planned(cache, table))  # of the plan, so that a log does not depend on timing
+    return {"pages": pages, "read_bytes": read_bytes, "read_tokens": read_tokens, "held_bytes": held}

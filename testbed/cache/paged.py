@@ -1,7 +1,8 @@
 """The cache of one sequence: ragged per-head pages in four tiers, moved and converted as plans say.
 
 A stream is one (layer, KV head) and has its own page table, so heads differ in length, format and tier. State is
-tensors over [S, N] (S = L * Hk streams, N pages), and every operation works on all streams at once.
+tensors over [S, N] (S = L * Hk streams, N pages), and every operation works on all streams at once. The bytes are in
+`Pools`, which sequences may share; moves from and to L2 and L3 go on while the model computes (`flights`).
 """
 
 from __future__ import annotations
@@ -9,24 +10,41 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from kernels import api
 from kernels.cost import local_model
-from kernels.pages import PageFormat, decode, encode
-from policies.base import Format, Mode, PageBytes, Plan, Tier
+from kernels.pages import decode, encode
+from policies.base import Format, Mode, PageBytes, Plan, PoolLayout, Tier
 from testbed.cache.approximate import Approximations
-from testbed.cache.archive import FilePool
-from testbed.cache.layout import CacheConfig, Hot
+from testbed.cache.archive import ArchiveError, CorruptPages
+from testbed.cache.flights import Flights
+from testbed.cache.layout import TABLE_BYTES_PER_PAGE, CacheConfig
 from testbed.cache.ledger import Ledger, facts
+from testbed.cache.limits import reserve
+from testbed.cache.metadata import Metadata
 from testbed.cache.moves import count, groups
-from testbed.cache.pool import CacheError, PageStore, SlabPool
+from testbed.cache.pool import CacheError
+from testbed.cache.pools import Pools, Shape
+from testbed.cache.relocate import READ_BLOCK_PAGES, compact, fill, place, relocate
 from testbed.cache.table import Tables, build_tables
+from testbed.cache.traffic import PrefetchBook, Traffic
 from testbed.decisions import Move
 
-READ_BLOCK_PAGES = 8192  # bounds what a conversion holds beside the pools
+NAMES = ("mode", "format", "tier")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where new tokens are written: slots [S, T] int32 in L0, offsets [T] int32, first_position [Hk] int32."""
+
+    slots: Tensor
+    offsets: Tensor
+    first_position: Tensor
 
 
 class PagedCache:
@@ -34,10 +52,12 @@ class PagedCache:
 
     Args:
         layers, kv_heads, head_dim: L, Hk, D.
-        config: page size, dtype, hot window.
+        config: page size, dtype, hot window, limits of the tiers.
         device: of L0 and L1; L2 is host memory (pinned beside a GPU), L3 a file.
         with_bounds: keep each page's key minimum and maximum (Quest).
         backend: kernel backend, None = the fastest here.
+        pools: where the pages are kept, shared with other sequences; None = pools of its own.
+        model: the model's name, for the page file.
     """
 
     def __init__(
@@ -49,81 +69,115 @@ class PagedCache:
         device: torch.device | str = "cpu",
         with_bounds: bool = False,
         backend: str | None = None,
+        pools: Pools | None = None,
+        model: str = "",
     ) -> None:
+        self.shape = Shape(layers, kv_heads, head_dim, model)
         self.layers, self.kv_heads, self.head_dim = layers, kv_heads, head_dim
         self.config, self.device, self.backend = config, torch.device(device), backend
         self.streams = layers * kv_heads
-        self.hot = Hot(config.page_tokens, config.sink_tokens, config.hot_tokens)
-        self.formats = config.formats(head_dim)
         self.page_bytes: PageBytes = config.page_bytes(head_dim, with_bounds)
         self.length_tokens = 0
-        self.pools = self._make_pools()
-        self.approximations = Approximations(
-            self.streams,
-            head_dim,
-            self._slab_pool(config.prototype_format(head_dim)),
-            self._slab_pool(config.background_format(head_dim)),
-        )
-        self.state = {
-            "mode": torch.zeros(self.streams, 0, dtype=torch.int8),
-            "format": torch.zeros(self.streams, 0, dtype=torch.int8),
-            "tier": torch.zeros(self.streams, 0, dtype=torch.int8),
-            "slot": torch.zeros(self.streams, 0, dtype=torch.int32),
-        }
+        self.state = {name: torch.zeros(self.streams, 0, dtype=torch.int8) for name in NAMES}
+        self.state["slot"] = torch.zeros(self.streams, 0, dtype=torch.int32)
         self._bounds = torch.zeros(2, self.streams, 0, head_dim, dtype=config.torch_dtype) if with_bounds else None
+        self.metadata = Metadata(self.streams)
+        self.traffic = Traffic()
+        self.prefetches = PrefetchBook(self.streams, self.traffic)
+        self.arena = torch.zeros(self.streams, dtype=torch.int64)
         self.tables: Tables | None = None
+        self.tables_stale = False
         self.kernel_calls: Counter[str] = Counter()  # variant of the attention kernel -> calls
-        self._write_slots: Tensor | None = None
-        self._write_offsets: Tensor | None = None
-        self._write_pages: Tensor | None = None
-        self._first_position = torch.zeros(kv_heads, dtype=torch.int32, device=self.device)
+        self.write_slots: Tensor | None = None  # [S, T] int32, set by `begin`
+        self.write_offsets: Tensor | None = None  # [T] int32
+        self.write_pages: Tensor | None = None  # [T] int32
+        self.first_position = torch.zeros(kv_heads, dtype=torch.int32, device=self.device)
+        self._join(pools or Pools(self.shape, config, self.device))
+        self.approximations = Approximations(self.streams, head_dim, self.pools.prototypes, self.pools.background)
+        self.flights = Flights(self)
 
-    # --- pools -----------------------------------------------------------------------------------------------
+    def _join(self, pools: Pools) -> None:
+        self.pools, self.hot, self.formats = pools, pools.hot, pools.formats
+        self.hot_slots = pools.join(self)
+        self._hot_base = int(self.hot_slots[0]) if len(self.hot_slots) else 0
 
-    def _slab_pool(self, fmt: PageFormat, tier: Tier = Tier.L1) -> SlabPool:
-        place = self.device if tier <= Tier.L1 else torch.device("cpu")
-        return SlabPool(fmt, self.config.slab_pages, place, self.device)
-
-    def _make_pools(self) -> dict[tuple[Tier, Format], PageStore]:
-        pools: dict[tuple[Tier, Format], PageStore] = {}
-        hot = SlabPool(self.formats[Format.COMPUTE], self.streams * self.hot.stream_pages, self.device)
-        hot.allocate(self.streams * self.hot.stream_pages)
-        pools[Tier.L0, Format.COMPUTE] = hot
-        for code, fmt in self.formats.items():
-            pools[Tier.L1, code] = self._slab_pool(fmt)
-            pools[Tier.L2, code] = self._slab_pool(fmt, Tier.L2)
-            pools[Tier.L3, code] = FilePool(fmt, self.config.archive_folder(), self.device)
-        return pools
-
-    def kernel_pools(self) -> tuple[api.Pool, ...]:
-        """Pools on the device in the order `table` numbers them."""
-        level_1 = [self.pools[Tier.L1, code] for code in Format]
-        every = (
-            self.pools[Tier.L0, Format.COMPUTE],
-            *level_1,
-            self.approximations.prototypes,
-            self.approximations.background,
-        )
-        return tuple(pool.kernel_view() for pool in every if isinstance(pool, SlabPool))
+    # --- what policies and executors see -----------------------------------------------------------------------
 
     @property
-    def device_slack_bytes(self) -> int:
-        """Bytes of free page slots that the device's pools hold; what a budget must leave room for."""
-        level_1 = [self.pools[Tier.L1, code] for code in Format]
-        every = (*level_1, self.approximations.prototypes, self.approximations.background)
-        return sum(pool.slack_bytes for pool in every if isinstance(pool, SlabPool))
+    def pages(self) -> int:
+        """N, pages begun."""
+        return self.hot.pages(self.length_tokens)
+
+    @property
+    def keeps_bounds(self) -> bool:
+        """Whether key bounds are kept."""
+        return self._bounds is not None
 
     @property
     def bounds_bytes(self) -> int:
         """Bytes of the key bounds."""
         return 0 if self._bounds is None else self._bounds.nbytes
 
-    # --- what policies see -----------------------------------------------------------------------------------
+    @property
+    def device_table_bytes(self) -> int:
+        """Bytes of page tables and key bounds, counted as the device's."""
+        return self.state["mode"].numel() * TABLE_BYTES_PER_PAGE + self.bounds_bytes
 
     @property
-    def pages(self) -> int:
-        """N, pages begun."""
-        return self.hot.pages(self.length_tokens)
+    def host_table_bytes(self) -> int:
+        """Bytes of metadata and of the sums behind background states."""
+        return self.metadata.host_bytes + self.approximations.sums_bytes
+
+    @property
+    def device_slack_bytes(self) -> int:
+        """Bytes of free slots in the blocks that the device's pages fill; what a budget must leave room for.
+
+        From the page table alone, so that it does not depend on how far moves are.
+        """
+        slack = 0
+        tier, fmt = self.state["tier"], self.state["format"]
+        for code, page_format in self.formats.items():
+            pool = self.pools.level_1(code)
+            streams = ((tier == Tier.L1) & (fmt == code)).sum(1)
+            for arena in self.arena.unique().tolist():
+                pages = int(streams[self.arena == arena].sum())
+                slack += -pages % pool.slots.block_pages(arena) * page_format.page_bytes
+        for slots, pool in (
+            (self.approximations.slot, self.pools.prototypes),
+            (self.approximations.background_slot, self.pools.background),
+        ):
+            slack += -int((slots >= 0).sum()) % pool.slab_pages * pool.fmt.page_bytes
+        return slack
+
+    def slots_in(self, tier: Tier, code: Format) -> Tensor:
+        """Slots [M] int64 of the pages of a tier and format."""
+        here = (self.state["tier"] == tier) & (self.state["format"] == code)
+        return self.state["slot"][here].long()
+
+    @property
+    def reserved_device_bytes(self) -> int:
+        """Bytes on the device that are not for this sequence's pages: slack, and what the others sharing it hold."""
+        return self.device_slack_bytes + self.pools.others_bytes(self, (Tier.L0, Tier.L1))
+
+    @property
+    def host_budget_bytes(self) -> int | None:
+        """Most bytes that pages may take in L2; None = no limit."""
+        limit = self.pools.limits.l2_bytes
+        if limit is None:
+            return None
+        slack = sum(
+            -len(self.slots_in(Tier.L2, code)) % self.config.slab_pages * fmt.page_bytes
+            for code, fmt in self.formats.items()
+        )
+        return max(0, limit - self.host_table_bytes - slack - self.pools.others_bytes(self, (Tier.L2,)))
+
+    @property
+    def archive_budget_bytes(self) -> int | None:
+        """Most bytes that pages may take in L3; None = no limit, 0 once it is switched off."""
+        if self.pools.archive_off:
+            return 0
+        limit = self.pools.limits.l3_bytes
+        return None if limit is None else max(0, limit - self.pools.others_bytes(self, (Tier.L3,)))
 
     def held(self, next_tokens: int = 0) -> Plan:
         """The plan in force, with pages for the next tokens as dense: [L, Hk, N]."""
@@ -135,7 +189,7 @@ class PagedCache:
             old = self.state[name].view(self.layers, self.kv_heads, have)
             return torch.cat((old, new[..., have:]), dim=-1)
 
-        return Plan(*(merged(name, getattr(fresh, name)) for name in ("mode", "format", "tier")))
+        return Plan(*(merged(name, getattr(fresh, name)) for name in NAMES))
 
     def hot_mask(self, next_tokens: int = 0) -> Tensor:
         """[N] bool: pages that are hot once the next tokens are written."""
@@ -146,6 +200,15 @@ class PagedCache:
         if self._bounds is None:
             raise CacheError("this cache keeps no key bounds; construct it with with_bounds=True")
         return self._bounds[0], self._bounds[1]
+
+    def by_arena(self, at: Tensor, tier: Tier) -> Iterator[tuple[int, Tensor]]:
+        """Splits pages at [M, 2] by the arena of their streams; only the device's pools have arenas."""
+        arenas = self.arena[at[:, 0]]
+        if tier != Tier.L1 or not len(at):
+            yield 0, at
+            return
+        for arena in arenas.unique().tolist():
+            yield arena, at[arenas == arena]
 
     # --- filling from prefill --------------------------------------------------------------------------------
 
@@ -161,22 +224,27 @@ class PagedCache:
         self._grow(self.pages)
         target = self._flat(plan)
         self._check(target, self.length_tokens)
-        written = target["tier"] != Tier.DROPPED
+        self._lay_out(plan.pools)
+        self.metadata.note_plan(plan, target["mode"])
+        slots = self.state["slot"].long()
+        outside = (target["tier"] != Tier.L0) & (target["tier"] != Tier.DROPPED)
+        reserve(self, outside.nonzero(), target, slots)
+        refused = 0
         for layer in range(self.layers):
             k, v = (self._paged(side[layer]) for side in (keys, values))
             rows = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads)
             if self._bounds is not None:
                 self._set_bounds(rows, keys[layer])
-            at = written[rows].nonzero()
+            at = (target["tier"][rows] != Tier.DROPPED).nonzero()
             at[:, 0] += rows.start
             flat_k, flat_v = k[at[:, 0] - rows.start, at[:, 1]], v[at[:, 0] - rows.start, at[:, 1]]
-            self._store(at, flat_k, flat_v, target)
-            self.approximations.update(at, flat_k, flat_v, target["mode"], torch.zeros_like(target["mode"]))
+            fill(self, at, flat_k, flat_v, target, slots)
+            refused += self.approximations.update(at, flat_k, flat_v, target["mode"], torch.zeros_like(target["mode"]))
             if free_source:
                 keys[layer] = values[layer] = torch.empty(0)
-        for name in ("mode", "format", "tier"):
+        for name in NAMES:
             self.state[name] = target[name]
-        self.approximations.settle(target["mode"])
+        self._settle_approximations(target, refused)
         self.tables = build_tables(self)
         return self._moves_of_load(target)
 
@@ -201,46 +269,83 @@ class PagedCache:
     # --- plans -----------------------------------------------------------------------------------------------
 
     def apply(self, plan: Plan, next_tokens: int = 0) -> list[Move]:
-        """Moves, converts and drops pages so that the plan holds, then rebuilds the kernel's tables.
+        """Makes the plan the state of the pages, starts the moves it asks for, rebuilds the kernel's tables.
+
+        What a tier has no room for goes on to the next (`limits`); attention waits for what it reads (`arrive`).
 
         Raises:
             CacheError: the plan is impossible (revives a dropped page, raises precision, attends exactly what is
-                not on the device, has another page in L0 than the hot ones).
+                not on the device, has another page in L0 than the hot ones); nothing is changed then.
         """
         first_new = self.state["mode"].shape[1]
         self._grow(self.hot.pages(self.length_tokens + next_tokens))
         target = self._flat(plan)
         self._check(target, self.length_tokens + next_tokens)
+        self.flights.reap()
+        self._lay_out(plan.pools)
         state = self.state
-        source = {name: state[name] for name in ("mode", "format", "tier")}
-        changed = (target["tier"] != state["tier"]) | (target["format"] != state["format"])
+        gone = state["tier"] == Tier.DROPPED  # since the policy looked: a move that failed had nowhere to go back to
+        target["tier"][gone], target["mode"][gone] = int(Tier.DROPPED), int(Mode.SKIP)
+        source = {name: state[name].clone() for name in NAMES}
+        changed = self._changed(target)
         if not bool(changed.any()) and torch.equal(target["mode"], state["mode"]):
-            if first_new != state["mode"].shape[1] or self.tables is None:
-                self.tables = build_tables(self)
+            self._in_force(plan, source)
+            if first_new != state["mode"].shape[1] or self.tables is None or self.tables_stale:
+                self._rebuild()
             return []
-        gone = changed & (target["tier"] == Tier.DROPPED)
-        moved = changed & ~gone
+        self.flights.resolve(changed & (self.flights.pending > 0))
+        changed = self._changed(target)
         touched = self.approximations.lacking(target["mode"], state["mode"])
-        moves = count(source, target, self.formats)
-        for at, k, v in self._read(touched.nonzero()):
-            self.approximations.update(at, k, v, target["mode"], state["mode"])
-        self.approximations.settle(target["mode"])
-        # What leaves makes room first, so that pools do not grow for a moment and stay half empty.
-        self._release(gone.nonzero(), state["tier"], state["format"], state["slot"])
+        refused = 0
+        for at, k, v in self._read(touched, target):
+            refused += self.approximations.update(at, k, v, target["mode"], state["mode"])
+        self._settle_approximations(target, refused)
+        self._release(changed & (target["tier"] == Tier.DROPPED))
+        moved = changed & (target["tier"] != Tier.DROPPED)
         leaves = target["tier"] > Tier.L1
-        self._relocate((moved & leaves).nonzero(), target)
-        self._relocate((moved & ~leaves).nonzero(), target)
-        for name in ("mode", "format", "tier"):
+        relocate(self, (moved & leaves).nonzero(), target)
+        relocate(self, (moved & ~leaves).nonzero(), target)
+        self._release(self._changed(target) & (target["tier"] == Tier.DROPPED))  # what found no room anywhere
+        moves = count(source, target, self.formats)
+        for name in NAMES:
             state[name] = target[name]
-        self._compact()
-        self.tables = build_tables(self)
+        compact(self)
+        self._in_force(plan, source)
+        self._rebuild()
         return moves
+
+    def _changed(self, target: dict[str, Tensor]) -> Tensor:
+        """[S, N] bool: pages whose tier or format the target changes."""
+        return (target["tier"] != self.state["tier"]) | (target["format"] != self.state["format"])
+
+    def _in_force(self, plan: Plan, source: dict[str, Tensor]) -> None:
+        """Books what the plan reads: which pages were there, which are waited for."""
+        state = self.state
+        read = (state["mode"] == Mode.EXACT) & (state["tier"] == Tier.L1)
+        self.prefetches.plan(source["tier"], state["tier"], state["mode"])
+        self.prefetches.late(self.flights.demand(read & (source["tier"] <= Tier.L1)).nonzero())
+        self.metadata.note_plan(plan, self.state["mode"])
+
+    def _rebuild(self) -> None:
+        self.tables, self.tables_stale = build_tables(self), False
+
+    def _lay_out(self, layout: PoolLayout | None) -> None:
+        if layout is not None:
+            self.pools.lay_out(layout)
+            self.arena = layout.arena.reshape(-1).to("cpu", torch.int64)
+
+    def _settle_approximations(self, target: dict[str, Tensor], refused: int) -> None:
+        streams = self.approximations.settle(target["mode"])
+        if refused or streams:
+            self.traffic.warn(
+                f"L1 full: {refused} pages skipped that wanted prototypes, {streams} streams without background"
+            )
 
     def _flat(self, plan: Plan) -> dict[str, Tensor]:
         """The plan as [S, N] tensors of our own."""
         shape = (self.streams, self.state["mode"].shape[1])
         out = {}
-        for name in ("mode", "format", "tier"):
+        for name in NAMES:
             value = getattr(plan, name)
             if value.numel() != shape[0] * shape[1]:
                 raise CacheError(f"plan.{name} has shape {tuple(value.shape)}, the cache has {shape} streams x pages")
@@ -274,88 +379,79 @@ class PagedCache:
         if missing <= 0:
             return
         first = self.state["mode"].shape[1]
-        new_pages = torch.arange(first, pages)
-        region = torch.arange(self.streams).unsqueeze(1) * self.hot.stream_pages
-        fill = {
+        fill_ = {
             "mode": torch.full((self.streams, missing), int(Mode.EXACT), dtype=torch.int8),
             "format": torch.zeros(self.streams, missing, dtype=torch.int8),
             "tier": torch.full((self.streams, missing), int(Tier.L0), dtype=torch.int8),
-            "slot": (region + self.hot.slot(new_pages)).int(),
+            "slot": self._hot_slot(torch.arange(first, pages)).int(),
         }
-        for name, value in fill.items():
+        for name, value in fill_.items():
             self.state[name] = torch.cat((self.state[name], value), dim=1)
         self.approximations.grow(missing)
+        self.metadata.grow(missing)
+        self.flights.grow(missing)
         if self._bounds is not None:
             empty = torch.empty(1, self.streams, missing, self.head_dim, dtype=self._bounds.dtype)
             fresh = torch.cat((empty.fill_(torch.inf), torch.full_like(empty, -torch.inf)))
             self._bounds = torch.cat((self._bounds, fresh), dim=2)
 
+    def _hot_slot(self, page: Tensor) -> Tensor:
+        """Slots [S, M] in L0 of hot pages [M]."""
+        region = self._hot_base + torch.arange(self.streams).unsqueeze(1) * self.hot.stream_pages
+        return region + self.hot.slot(page)
+
     # --- moving pages ----------------------------------------------------------------------------------------
 
-    def _read(self, at: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Decoded K and V of pages at [M, 2], in bounded blocks: (at, k [m, P, D], v [m, P, D]) float32."""
-        state = self.state
-        for tier, code, group in groups(at, state["tier"], state["format"]):
-            for block in group.split(READ_BLOCK_PAGES):
-                blobs = self.pools[tier, code].read(state["slot"][block[:, 0], block[:, 1]].long())
-                yield block, *decode(self.formats[code], blobs)
+    def _read(self, touched: Tensor, target: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Decoded K and V of pages [S, N] bool, in bounded blocks: (at [m, 2], k [m, P, D], v [m, P, D]) float32.
 
-    def _store(self, at: Tensor, k: Tensor, v: Tensor, target: dict[str, Tensor]) -> None:
-        """Encodes pages into the pools the target names and notes their slots."""
-        index = torch.full((self.streams, self.state["slot"].shape[1]), -1)
-        index[at[:, 0], at[:, 1]] = torch.arange(len(at))
-        for tier, code, group in groups(at, target["tier"], target["format"]):
-            rows = index[group[:, 0], group[:, 1]]
-            self._put(tier, code, group, encode(self.formats[code], k[rows], v[rows]))
-
-    def _put(self, tier: Tier, code: Format, at: Tensor, blobs: Tensor) -> None:
-        pool = self.pools[tier, code]
-        if tier == Tier.L0:
-            slots = at[:, 0] * self.hot.stream_pages + self.hot.slot(at[:, 1])
-        else:
-            slots = pool.allocate(len(at))
-        pool.write(slots, blobs)
-        self.state["slot"][at[:, 0], at[:, 1]] = slots.int()
-
-    def _relocate(self, at: Tensor, target: dict[str, Tensor]) -> None:
-        """Moves live pages; a page whose format stays is copied byte by byte."""
-        state = self.state
-        if not len(at):
-            return
-        old_slot = state["slot"].clone()
-        for tier, code, group in groups(at, state["tier"], state["format"]):
-            for new_tier, new_code, part in groups(group, target["tier"], target["format"]):
-                for block in part.split(READ_BLOCK_PAGES):
-                    blobs = self.pools[tier, code].read(old_slot[block[:, 0], block[:, 1]].long())
-                    if new_code != code:
-                        blobs = encode(self.formats[new_code], *decode(self.formats[code], blobs))
-                    self._put(new_tier, new_code, block, blobs)
-        self._release(at, state["tier"], state["format"], old_slot)
-
-    def _compact(self) -> None:
-        """Closes holes: in a pool with more than a slab of free slots the last pages move into the first holes.
-
-        Pages that come and go leave slabs half empty, and a budget binds what is held.
+        What the archive can't give back is not approximated but skipped, in the target too.
         """
         state = self.state
-        for (tier, code), pool in self.pools.items():
-            slab_bytes = self.config.slab_pages * pool.fmt.page_bytes
-            if tier == Tier.L0 or not isinstance(pool, SlabPool) or pool.slack_bytes <= slab_bytes:
-                continue
-            needed = -(-pool.used_pages // self.config.slab_pages) * self.config.slab_pages
-            beyond = (state["tier"] == tier) & (state["format"] == code) & (state["slot"] >= needed)
-            at = beyond.nonzero()
-            if len(at):
-                slots = state["slot"][at[:, 0], at[:, 1]].long()
-                blobs = pool.read(slots)
-                pool.free(slots)
-                self._put(tier, code, at, blobs)
+        self.flights.resolve(touched & (self.flights.pending > 0))
+        for tier, code, group in groups(touched.nonzero(), state["tier"], state["format"]):
+            for block in group.split(READ_BLOCK_PAGES):
+                try:
+                    blobs = self.pools.stores[tier, code].read(state["slot"][block[:, 0], block[:, 1]].long())
+                except (ArchiveError, CorruptPages) as error:
+                    self.flights.note_failure("read", error)
+                    target["mode"][block[:, 0], block[:, 1]] = int(Mode.SKIP)
+                    continue
+                yield block, *decode(self.formats[code], blobs)
 
-    def _release(self, at: Tensor, tier: Tensor, fmt: Tensor, slot: Tensor) -> None:
-        """Frees the slots that pages were in; L0 slots are a ring and are simply written over."""
-        for old_tier, code, group in groups(at, tier, fmt):
-            if old_tier not in (Tier.L0, Tier.DROPPED):
-                self.pools[old_tier, code].free(slot[group[:, 0], group[:, 1]].long())
+    def _release(self, gone: Tensor) -> None:
+        """Frees the slots of pages [S, N] bool that are dropped; L0 slots are a ring and are simply written over."""
+        state = self.state
+        for tier, code, group in groups(gone.nonzero(), state["tier"], state["format"]):
+            if tier not in (Tier.L0, Tier.DROPPED):
+                self.pools.stores[tier, code].free(state["slot"][group[:, 0], group[:, 1]].long())
+            state["tier"][group[:, 0], group[:, 1]] = int(Tier.DROPPED)
+
+    def place_staged(self, at: Tensor, code: Format, blobs: Tensor) -> None:
+        """Pages at [M, 2] that left L0 for a tier that did not take them: on the device, in L2, or dropped."""
+        place(self, at, code, blobs, (Tier.L1, Tier.L2), self.state)
+        self.tables_stale = True
+
+    def restore_pages(self, at: Tensor, k: Tensor, v: Tensor) -> None:
+        """Gives pages at [M, 2] that L3 lost their content anew, on the device: k, v [M, P, D]."""
+        rows = torch.full(self.state["slot"].shape, -1)
+        rows[at[:, 0], at[:, 1]] = torch.arange(len(at))
+        for tier, code, group in groups(at, self.state["tier"], self.state["format"]):
+            old = self.state["slot"][group[:, 0], group[:, 1]].long()
+            index = rows[group[:, 0], group[:, 1]]
+            place(self, group, code, encode(self.formats[code], k[index], v[index]), (Tier.L1,), self.state)
+            self.pools.stores[tier, code].free(old)
+        self.traffic.warn(f"{len(at)} pages that the archive lost were computed again")
+        self._rebuild()
+
+    def drop_pages(self, at: Tensor) -> None:
+        """Gives up pages at [M, 2]."""
+        gone = torch.zeros(self.state["mode"].shape, dtype=torch.bool)
+        gone[at[:, 0], at[:, 1]] = True
+        self._release(gone)
+        self.state["mode"][gone] = int(Mode.SKIP)
+        self.traffic.warn(f"{len(at)} pages that the archive lost were dropped")
+        self._rebuild()
 
     # --- a step ----------------------------------------------------------------------------------------------
 
@@ -367,24 +463,36 @@ class PagedCache:
             raise CacheError("apply a plan that covers the next tokens before they are written")
         position = self.length_tokens + torch.arange(tokens)
         page = position // self.config.page_tokens
-        region = torch.arange(self.streams).unsqueeze(1) * self.hot.stream_pages
-        self._write_slots = (region + self.hot.slot(page)).int().to(self.device)
-        self._write_offsets = (position % self.config.page_tokens).int().to(self.device)
-        self._write_pages = page.int().to(self.device)
-        self._first_position.fill_(self.length_tokens)
+        self.write_slots = self._hot_slot(page).int().to(self.device)
+        self.write_offsets = (position % self.config.page_tokens).int().to(self.device)
+        self.write_pages = page.int().to(self.device)
+        self.first_position.fill_(self.length_tokens)
+
+    def places(self) -> Places:
+        """Where `begin` said that the tokens go."""
+        assert self.write_slots is not None
+        assert self.write_offsets is not None
+        return Places(self.write_slots, self.write_offsets, self.first_position)
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes the new tokens of one layer: k, v [Hk, T, D]."""
-        assert self._write_slots is not None
-        assert self._write_offsets is not None
+        assert self.write_slots is not None
+        assert self.write_offsets is not None
         assert self.tables is not None
         rows = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads)
         upkeep = None
         if self._bounds is not None:
-            assert self._write_pages is not None
-            upkeep = api.Upkeep(self._write_pages, self._bounds[0, rows], self._bounds[1, rows])
-        slots = self._write_slots[rows]
-        api.append(k, v, slots, self._write_offsets, self.tables.pools[0], upkeep, self.backend)
+            assert self.write_pages is not None
+            upkeep = api.Upkeep(self.write_pages, self._bounds[0, rows], self._bounds[1, rows])
+        api.append(k, v, self.write_slots[rows], self.write_offsets, self.tables.pools[0], upkeep, self.backend)
+
+    def arrive(self, layer: int) -> None:
+        """Until all pages that a layer reads are there; what is waited is exposed stall.
+
+        Raises:
+            LostPages: some can't be had.
+        """
+        self.flights.arrive(layer)
 
     def attend(
         self,
@@ -395,8 +503,13 @@ class PagedCache:
         slopes: Tensor | None = None,
         mass: bool = False,
     ) -> api.Partial:
-        """Attention of new queries q [Hk, G, T, D] over everything the plan attends, by the variant that suits it."""
+        """Attention of new queries q [Hk, G, T, D] over everything the plan attends, by the variant that suits it.
+
+        Raises:
+            LostPages: pages it reads can't be had from the archive.
+        """
         assert self.tables is not None
+        self.arrive(layer)
         backend = api.choose_backend(self.backend, q.device.type)
         variant = self.tables.variant(layer, q, backend, local_model())
         self.kernel_calls[variant.describe()] += 1
@@ -404,7 +517,7 @@ class PagedCache:
             q,
             self.tables.layers[layer],
             self.tables.pools,
-            self._first_position,
+            self.first_position,
             scale=scale,
             window_tokens=window_tokens,
             slopes=slopes,
@@ -416,7 +529,7 @@ class PagedCache:
     def end(self, tokens: int) -> None:
         """The tokens begun are written in all layers."""
         self.length_tokens += tokens
-        self._write_slots = self._write_offsets = self._write_pages = None
+        self.write_slots = self.write_offsets = self.write_pages = None
 
     # --- whole cache -----------------------------------------------------------------------------------------
 
@@ -428,20 +541,59 @@ class PagedCache:
         """What a decision log says of this moment; see `ledger.facts`."""
         return facts(self)
 
-    def fork(self) -> PagedCache:
-        """An independent copy that goes on from here."""
+    def fork(self, own_pools: bool = False) -> PagedCache:
+        """An independent sequence that goes on from here.
+
+        Args:
+            own_pools: a whole copy with memory, limits and page file of its own; else pages are shared until one of
+                the two lets go of them, and the limits bind both together.
+        """
+        self.flights.drain()
         other = copy.copy(self)
-        other.pools = {key: pool.clone() for key, pool in self.pools.items()}
-        other.approximations = self.approximations.clone()
-        other.kernel_calls = Counter()
+        if own_pools:
+            folder = Path(self.config.l3_path).parent if self.config.l3_path else None
+            spot = self.config.l3_path if folder is None or Path(self.config.l3_path or "").is_dir() else str(folder)
+            other.config = replace(self.config, l3_path=spot)
         other.state = {name: value.clone() for name, value in self.state.items()}
+        other._join(Pools(self.shape, other.config, self.device) if own_pools else self.pools)
+        other._take_pages(self)
+        other.approximations = self.approximations.fork(other.pools.prototypes, other.pools.background)
+        other.metadata, other.flights, other.traffic = self.metadata.clone(), Flights(other), Traffic()
+        other.prefetches = self.prefetches.clone(other.traffic)
+        other.flights.grow(self.state["mode"].shape[1])
+        other.kernel_calls = Counter()
         other._bounds = None if self._bounds is None else self._bounds.clone()
-        other._first_position = self._first_position.clone()
-        other.tables = build_tables(other)
+        other.first_position = self.first_position.clone()
+        other._rebuild()
         return other
 
+    def _take_pages(self, parent: PagedCache) -> None:
+        """The parent's pages as our own: the ring as a copy, what can't change by reference or as a copy."""
+        state = self.state
+        ring = (Tier.L0, Format.COMPUTE)
+        self.pools.stores[ring].write(self.hot_slots, parent.pools.stores[ring].read(parent.hot_slots))
+        for tier, code, group in groups((state["tier"] != Tier.DROPPED).nonzero(), state["tier"], state["format"]):
+            slots = state["slot"][group[:, 0], group[:, 1]].long()
+            mine, theirs = self.pools.stores[tier, code], parent.pools.stores[tier, code]
+            if tier == Tier.L0:
+                state["slot"][group[:, 0], group[:, 1]] += self._hot_base - parent._hot_base
+            elif mine is theirs:
+                mine.share(slots)
+            else:
+                for arena, part in self.by_arena(group, tier):
+                    for block in part.split(READ_BLOCK_PAGES):
+                        blobs = theirs.read(state["slot"][block[:, 0], block[:, 1]].long())
+                        fresh = mine.allocate(len(block), arena)
+                        mine.write(fresh, blobs)
+                        state["slot"][block[:, 0], block[:, 1]] = fresh.int()
+
     def close(self) -> None:
-        """Frees everything, the L3 files too."""
-        for pool in self.pools.values():
-            pool.close()
+        """Gives all pages back; the last sequence of its pools closes them, the page file too."""
+        if self not in self.pools.users:
+            return
+        self.flights.drain()
+        self.prefetches.finish()
+        self._release(self.state["tier"] != Tier.DROPPED)
         self.approximations.close()
+        self.pools.stores[Tier.L0, Format.COMPUTE].free(self.hot_slots)
+        self.pools.leave(self)

@@ -93,6 +93,6 @@ def build_tables(cache: PagedCache) -> Tables:
         *(x.contiguous().to(device) for x in compact),
         count=wanted.sum(1, dtype=torch.int32).to(device),
         column=column.to(device),
-        pools=cache.kernel_pools(),
+        pools=cache.pools.kernel_pools(),
         kv_heads=cache.kv_heads,
     )

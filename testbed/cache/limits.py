@@ -1,0 +1,93 @@
+"""What happens when a tier has no room: the pages of least worth go one tier further, the last ones are dropped.
+
+Policies know the budgets and plan within them, so this is for what they can't know: slack of begun slabs, other
+sequences in the same memory, a full disk, an allocator that fails. Everything is reserved before anything is copied.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from policies.base import Format, Mode, Tier
+from testbed.cache.moves import groups
+from testbed.cache.pool import PoolFull
+
+if TYPE_CHECKING:
+    from testbed.cache.paged import PagedCache
+
+
+def reserve(cache: PagedCache, at: Tensor, target: dict[str, Tensor], slots: Tensor) -> None:
+    """Takes target slots for pages that move to L1, L2 or L3; edits the target where a tier is full.
+
+    Args:
+        cache: whose state says where the pages are now.
+        at: [M, 2] stream and page, all to be moved.
+        target: mode, format, tier [S, N]; a page that finds no room stays where it is, if that is further from the
+            device, or goes to the next tier with room, or is DROPPED.
+        slots: [S, N] int64, filled in for the pages that got a slot.
+    """
+    for tier in (Tier.L1, Tier.L2, Tier.L3):
+        here = at[target["tier"][at[:, 0], at[:, 1]] == tier]
+        for _, code, group in groups(here, target["tier"], target["format"]):
+            for arena, part in cache.by_arena(group, tier):
+                _take(cache, tier, code, arena, part, target, slots)
+
+
+def _take(
+    cache: PagedCache, tier: Tier, code: Format, arena: int, at: Tensor, target: dict[str, Tensor], slots: Tensor
+) -> None:
+    """Slots for one group; what finds none goes on."""
+    store = cache.pools.stores[tier, code]
+    try:
+        if tier == Tier.L3 and cache.pools.archive_off:
+            raise PoolFull(cache.pools.archive_off)
+        slots[at[:, 0], at[:, 1]] = store.allocate(len(at), arena)
+        return
+    except PoolFull as full:
+        reason = full
+    # Slots that are only kept until copies out of this tier are done may be all that is missing.
+    if cache.flights.source_bytes().get(tier, 0):
+        cache.flights.drain()
+    order = cache.metadata.score[at[:, 0], at[:, 1]].argsort(descending=True, stable=True)
+    placed = 0
+    if not (tier == Tier.L3 and cache.pools.archive_off):
+        placed, taken = _as_many(cache, tier, code, arena, len(at))
+        slots[at[order[:placed], 0], at[order[:placed], 1]] = taken
+    if placed < len(at):
+        _send_on(cache, tier, at[order[placed:]], target, reason)
+
+
+def _as_many(cache: PagedCache, tier: Tier, code: Format, arena: int, pages: int) -> tuple[int, Tensor]:
+    """As many slots as there are, by halves where only trying tells: (number, slots)."""
+    store = cache.pools.stores[tier, code]
+    taken = [torch.zeros(0, dtype=torch.int64)]
+    step = pages
+    while step and sum(map(len, taken)) < pages:
+        try:
+            taken.append(store.allocate(min(step, pages - sum(map(len, taken))), arena))
+        except PoolFull:
+            step //= 2
+    slots = torch.cat(taken)
+    return len(slots), slots
+
+
+def _send_on(cache: PagedCache, tier: Tier, at: Tensor, target: dict[str, Tensor], reason: PoolFull) -> None:
+    """Pages that found no room in a tier: they stay further out, or go to the next tier."""
+    row, page = at[:, 0], at[:, 1]
+    state = cache.state
+    stays = state["tier"][row, page] >= tier
+    for name in ("tier", "format"):
+        target[name][row[stays], page[stays]] = state[name][row[stays], page[stays]]
+    target["tier"][row[~stays], page[~stays]] = int(tier) + 1  # L3 + 1 is DROPPED
+    mode = target["mode"][row, page]
+    dropped = target["tier"][row, page] == Tier.DROPPED
+    away = (target["tier"][row, page] > Tier.L1) & (mode == Mode.EXACT)
+    target["mode"][row, page] = mode.masked_fill(away | dropped, int(Mode.SKIP))
+    what = [f"{int(stays.sum())} stay where they are"] if bool(stays.any()) else []
+    if bool((~stays).any()):
+        onward = "are dropped" if tier == Tier.L3 else f"go on to L{int(tier) + 1}"
+        what.append(f"{int((~stays).sum())} {onward}")
+    cache.traffic.warn(f"{tier.name} full: of {len(at)} pages {', '.join(what)} ({reason})")
