@@ -49,7 +49,6 @@ class Job:
         link: for `Mover.traffic`, e.g. "L2>L1"; "" = not counted there.
         lane: None = by the stores, files to the file lane.
         state, error: how it ended.
-        arrived: [M] bool, the pages that were copied; of a failed job these are right all the same.
         bytes: copied so far, as the target stores them.
         busy_s: workers' time spent on it.
         submitted_s, started_s, finished_s: by `time.perf_counter`.
@@ -68,7 +67,6 @@ class Job:
     lane: LaneName | None = None
     state: State = field(default=State.QUEUED, init=False)
     error: Exception | None = field(default=None, init=False)
-    arrived: Tensor = field(init=False, repr=False)
     bytes: int = field(default=0, init=False)
     busy_s: float = field(default=0.0, init=False)
     submitted_s: float | None = field(default=None, init=False)
@@ -79,6 +77,8 @@ class Job:
     events: list[torch.cuda.Event] = field(default_factory=list, init=False, repr=False)
     waiting: Tensor = field(init=False, repr=False)  # [m] int64, rows of pages that were not begun
     running: int = field(default=0, init=False, repr=False)  # chunks under way
+    _some: Tensor | None = field(default=None, init=False, repr=False)  # [M] bool, if pages came in several calls
+    _all: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuses what is no list of moves."""
@@ -89,7 +89,6 @@ class Job:
                 raise ValueError(
                     f"job.{name} {slots.dtype} {tuple(slots.shape)}: must be int64 [M], one M for source and target"
                 )
-        self.arrived = torch.zeros(len(self.source_slots), dtype=torch.bool)
         self.waiting = torch.arange(len(self.source_slots))
 
     @property
@@ -101,15 +100,24 @@ class Job:
         """Slots of rows [m], of source and target."""
         if len(rows) == self.pages:
             return self.source_slots, self.target_slots
-        return self.source_slots[rows], self.target_slots[rows]
+        where = _compact(rows)
+        return self.source_slots[where], self.target_slots[where]
 
-    def arrive(self, rows: Tensor) -> int:
-        """Rows [m] were copied: m."""
+    def arrive(self, rows: Tensor) -> None:
+        """Notes that rows [m] were copied."""
         if len(rows) == self.pages:
-            self.arrived.fill_(True)
-        else:
-            self.arrived[rows] = True
-        return len(rows)
+            self._all = True  # no tensor: a worker that calls torch hands the interpreter's lock to and fro
+        elif len(rows):
+            if self._some is None:
+                self._some = torch.zeros(self.pages, dtype=torch.bool)
+            self._some[_compact(rows)] = True
+
+    @property
+    def arrived(self) -> Tensor:
+        """[M] bool: the pages that were copied; of a failed job they are right all the same."""
+        if self._some is not None:
+            return self._some
+        return torch.full((self.pages,), self._all)
 
     @property
     def ended(self) -> bool:
@@ -129,6 +137,12 @@ class Job:
     def follows(self, other: Job) -> bool:
         """Whether both can be copied in one call: their stores and urgency are the same."""
         return self.source is other.source and self.target is other.target and self.order == other.order
+
+
+def _compact(rows: Tensor) -> slice | Tensor:
+    """Ascending rows [m] as a slice if they are consecutive, which spares an index."""
+    first, last = int(rows[0]), int(rows[-1])
+    return slice(first, last + 1) if last - first == len(rows) - 1 else rows
 
 
 @dataclass(eq=False)

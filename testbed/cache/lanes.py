@@ -32,7 +32,6 @@ class Shared:
 
     Attributes:
         device: of L0 and L1.
-        chunk_bytes: most that is copied before the best job is looked for again.
         traffic: by link.
         pid: of the process that the locks and workers are of.
         lock: of everything here and of all jobs' fields.
@@ -43,7 +42,6 @@ class Shared:
     """
 
     device: torch.device
-    chunk_bytes: int
     traffic: Traffic = field(default_factory=Traffic)
     unreported: weakref.WeakValueDictionary[int, Job] = field(default_factory=weakref.WeakValueDictionary)
     pid: int = field(init=False)
@@ -76,11 +74,12 @@ class Lane:
     Args:
         name: for threads and messages.
         workers: how many; with two, one reads a chunk while the other checks and places the one before.
+        chunk_bytes: most that is copied before the best job is looked for again.
         shared: with the mover.
     """
 
-    def __init__(self, name: str, workers: int, shared: Shared) -> None:
-        self.name, self.workers, self.shared = name, workers, shared
+    def __init__(self, name: str, workers: int, chunk_bytes: int, shared: Shared) -> None:
+        self.name, self.workers, self.chunk_bytes, self.shared = name, workers, chunk_bytes, shared
         self.queue = JobQueue()
         self.open: dict[int, Job] = {}  # jobs that have not ended, by id
         self.begun: list[Chunk] = []
@@ -123,7 +122,7 @@ class Lane:
                 torch.set_num_threads(1)
             finally:
                 ready.set()
-            staging = Staging(self.shared.device, self.shared.chunk_bytes)
+            staging = Staging(self.shared.device, self.chunk_bytes)
             with torch.inference_mode():  # a thread has its own; the caches' tensors may have been made under it
                 while (chunk := self._next()) is not None:
                     self.copy(chunk, staging)
@@ -134,7 +133,7 @@ class Lane:
         """The next chunk once there is one; None when the lane closes."""
         with self.shared.lock:
             while not self.shared.closing:
-                chunk = self.queue.take(self.shared.chunk_bytes)
+                chunk = self.queue.take(self.chunk_bytes)
                 if chunk is not None:
                     self.begun.append(chunk)
                     now = time.perf_counter()
@@ -163,13 +162,15 @@ class Lane:
             for (job, rows), (arrived, error) in zip(chunk.parts, outcomes, strict=True):
                 self._book(job, arrived, seconds * len(rows) / total, error)
 
-    def _book(self, job: Job, arrived: int, seconds: float, error: Exception | None) -> None:
+    def _book(self, job: Job, arrived: torch.Tensor, seconds: float, error: Exception | None) -> None:
         """Notes what one call did for a job and ends it if that was all; the lock is held."""
         job.running -= 1
         job.busy_s += seconds
-        job.bytes += arrived * job.target.fmt.page_bytes
+        job.arrive(arrived)
+        moved_bytes = len(arrived) * job.target.fmt.page_bytes
+        job.bytes += moved_bytes
         if job.link:
-            self.shared.traffic.moved(job.link, arrived, arrived * job.target.fmt.page_bytes, seconds)
+            self.shared.traffic.moved(job.link, len(arrived), moved_bytes, seconds)
         if error is not None:
             job.error = job.error or error
             if not _names_pages(error):
@@ -233,7 +234,7 @@ def stop(shared: Shared, lanes: tuple[Lane, ...], patience_s: float) -> bool:
     return not any(thread.is_alive() for lane in lanes for thread in lane.threads)
 
 
-Outcome = tuple[int, Exception | None]  # pages that arrived, what went wrong
+Outcome = tuple[torch.Tensor, Exception | None]  # rows that arrived, what went wrong
 
 
 def _copy_parts(chunk: Chunk, staging: Staging) -> list[Outcome]:
@@ -247,7 +248,7 @@ def _copy_parts(chunk: Chunk, staging: Staging) -> list[Outcome]:
             _mark_event(chunk, staging)
         except Exception:
             return [_copy_part(job, rows, staging) for job, rows in chunk.parts]
-        return [(job.arrive(rows), None) for job, rows in chunk.parts]
+        return [(rows, None) for _, rows in chunk.parts]
     return [_copy_part(job, rows, staging) for job, rows in chunk.parts]
 
 
@@ -267,8 +268,8 @@ def _copy_part(job: Job, rows: torch.Tensor, staging: Staging) -> Outcome:
                 break
             rows = left
         else:
-            return job.arrive(rows), found
-    return 0, found
+            return rows, found
+    return rows[:0], found
 
 
 def _names_pages(error: Exception) -> bool:

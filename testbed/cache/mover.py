@@ -28,7 +28,8 @@ from testbed.cache.transfer import Staging
 
 __all__ = ["Job", "LaneName", "Mover", "MoverError", "Priority", "State"]
 
-CHUNK_BYTES = 2 << 20
+# Some half a millisecond of memory's time and a few of a disk's: what a demand may have to wait for.
+CHUNK_BYTES = {LaneName.MEMORY: 4 << 20, LaneName.FILE: 2 << 20}
 WORKERS = {LaneName.MEMORY: 1, LaneName.FILE: 2}
 CAUSES = {Priority.DEMAND: "demand", Priority.PREFETCH: "prefetch_late", Priority.DEMOTE: "room"}
 CLOSE_S = 30.0  # patience with a copy that hangs in the operating system
@@ -41,7 +42,7 @@ class Mover:
     Args:
         device: of L0 and L1.
         overlap: False: `submit` copies at once, on the calling thread, and counts that as stall.
-        chunk_bytes: most that is copied before the most urgent job is looked for again.
+        chunk_bytes: most that is copied before the most urgent job is looked for again; None = what suits the lane.
 
     Attributes:
         traffic: bytes of jobs with a link, stalls; of all caches that share the mover.
@@ -49,14 +50,15 @@ class Mover:
     """
 
     def __init__(
-        self, device: torch.device | str = "cpu", overlap: bool = True, chunk_bytes: int = CHUNK_BYTES
+        self, device: torch.device | str = "cpu", overlap: bool = True, chunk_bytes: int | None = None
     ) -> None:
-        if chunk_bytes < 1:
-            raise ValueError(f"chunk_bytes={chunk_bytes!r}: must be positive")
+        if chunk_bytes is not None and chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes={chunk_bytes!r}: must be positive, or None")
         self.device, self.overlap = torch.device(device), overlap
-        self.staging = Staging(self.device, chunk_bytes, side_stream=False)
-        self._shared = Shared(self.device, chunk_bytes)
-        self._lanes = {name: Lane(name.value, workers, self._shared) for name, workers in WORKERS.items()}
+        sizes = {name: size if chunk_bytes is None else chunk_bytes for name, size in CHUNK_BYTES.items()}
+        self.staging = Staging(self.device, sizes[LaneName.FILE], side_stream=False)
+        self._shared = Shared(self.device)
+        self._lanes = {name: Lane(name.value, WORKERS[name], sizes[name], self._shared) for name in LaneName}
         self._end = weakref.finalize(self, _end_workers, self._shared, tuple(self._lanes.values()))
 
     @property
