@@ -37,7 +37,8 @@ class Engine {
       std::lock_guard<std::mutex> hold(lock_);
       queue_.insert(queue_.end(), runs.begin(), runs.end());
     }
-    wake_.notify_all();
+    if (runs.size() >= threads_.size()) wake_.notify_all();
+    else for (size_t i = 0; i < runs.size(); ++i) wake_.notify_one();
     return batch.release();
   }
 
