@@ -91,13 +91,13 @@ def _approximations(cache: PagedCache) -> dict[str, Tensor]:
         ("background", parts.background, parts.background_slot),
     ):
         out[name] = pool.read(slots[slots >= 0].long())
-    return out if parts._sums is None else out | {"sums": parts._sums}
+    return out if parts._sums is None else out | {"background_sums": parts._sums}
 
 
 def _save_pages(cache: PagedCache, writer: Writer, in_place: bool, pins: Pins) -> None:
     """Pages outside the ring in the order of the page table, block by block, or where they are in the page file."""
     for (tier, code), store in cache.pools.stores.items():
-        at = _at(cache, tier, code)
+        at = _at(cache.state, tier, code)
         slots = cache.state["slot"][at[:, 0], at[:, 1]].long()
         if tier == Tier.L0 or not len(at):
             continue
@@ -115,9 +115,9 @@ def _save_pages(cache: PagedCache, writer: Writer, in_place: bool, pins: Pins) -
             raise LostPages(at[torch.isin(slots, error.slots)], str(error)) from error
 
 
-def _at(cache: PagedCache, tier: Tier, code: Format) -> Tensor:
-    """[M, 2] stream and page."""
-    return ((cache.state["tier"] == tier) & (cache.state["format"] == code)).nonzero()
+def _at(state: dict[str, Tensor], tier: Tier, code: Format) -> Tensor:
+    """[M, 2] stream and page of a tier and format."""
+    return ((state["tier"] == tier) & (state["format"] == code)).nonzero()
 
 
 def load_cache(cache: PagedCache, reader: Reader, about: dict[str, Any]) -> Pins:
@@ -139,7 +139,9 @@ def load_cache(cache: PagedCache, reader: Reader, about: dict[str, Any]) -> Pins
     cache.length_tokens = about["length_tokens"]
     cache._grow(pages)
     for name, value in state.items():
-        cache.state[name] = value
+        cache.state[name] = value.clone()
+    # A page is there once it is placed, so that a load that fails can be closed.
+    cache.state["tier"].masked_fill_(state["tier"] != Tier.L0, int(Tier.DROPPED))
     cache.arena = reader.get("arena")
     for arena, slabs in about["blocks"].items():
         for code in Format:
@@ -155,42 +157,51 @@ def load_cache(cache: PagedCache, reader: Reader, about: dict[str, Any]) -> Pins
         setattr(cache.prefetches, name, value)
     for name, value in about["traffic"].items():
         setattr(cache.traffic, name, value)
+    pins: Pins = []
     try:
-        pins = _load_in_place(cache, reader, about["archive"])
-        _load_pages(cache, reader)
+        _load_in_place(cache, reader, about["archive"], state, pins)
+        _load_pages(cache, reader, state)
         _load_approximations(cache, reader)
-    except PoolFull as full:
-        raise SavedError(f"{reader.path}: its pages find no room here: {full}") from full
+    except BaseException as error:
+        unpin(pins)
+        if isinstance(error, PoolFull):
+            raise SavedError(f"{reader.path}: its pages find no room here: {error}") from error
+        raise
     cache._rebuild()
     return pins
 
 
-def _load_in_place(cache: PagedCache, reader: Reader, archive: dict[str, str] | None) -> Pins:
-    """Before anything is allocated in the page file."""
+def _load_in_place(
+    cache: PagedCache, reader: Reader, archive: dict[str, str] | None, state: dict[str, Tensor], pins: Pins
+) -> None:
+    """Pages that stayed in the page file; before anything is allocated in it."""
     if archive is None:
-        return []
+        return
     file = cache.pools.file
     if not file.kept or file.header.identity != archive["identity"]:
         raise SavedError(
             f"{reader.path}: its pages are in the page file {archive['path']}, here cache.l3_path is {file.path}; name "
             f"that file"
         )
-    pins: Pins = []
     for code in Format:
         if not reader.names(f"slots/{code.name}"):
             continue
-        pool, at = cache.pools.archive(code), _at(cache, Tier.L3, code)
+        pool, at = cache.pools.archive(code), _at(state, Tier.L3, code)
         slots = reader.get(f"slots/{code.name}")
         pool.restore(slots, reader.get(f"sums/{code.name}"))
         pool.share(slots)
         pins.append((pool, slots))
-        cache.state["slot"][at[:, 0], at[:, 1]] = slots.int()
-    return pins
+        _placed(cache, at, Tier.L3, slots)
 
 
-def _load_pages(cache: PagedCache, reader: Reader) -> None:
+def _placed(cache: PagedCache, at: Tensor, tier: Tier, slots: Tensor) -> None:
+    cache.state["slot"][at[:, 0], at[:, 1]] = slots.int()
+    cache.state["tier"][at[:, 0], at[:, 1]] = int(tier)
+
+
+def _load_pages(cache: PagedCache, reader: Reader, state: dict[str, Tensor]) -> None:
     for (tier, code), store in cache.pools.stores.items():
-        at, done = _at(cache, tier, code), 0
+        at, done = _at(state, tier, code), 0
         for name in reader.names(f"pages/{tier.name}/{code.name}/"):
             blobs = reader.get(name)
             block = at[done : done + len(blobs)]
@@ -198,7 +209,7 @@ def _load_pages(cache: PagedCache, reader: Reader) -> None:
             for arena, part in cache.by_arena(torch.cat((block, torch.arange(len(block)).unsqueeze(1)), 1), tier):
                 slots = store.allocate(len(part), arena)
                 store.write(slots, blobs[part[:, 2]])
-                cache.state["slot"][part[:, 0], part[:, 1]] = slots.int()
+                _placed(cache, part, tier, slots)
 
 
 def _load_approximations(cache: PagedCache, reader: Reader) -> None:
@@ -209,8 +220,8 @@ def _load_approximations(cache: PagedCache, reader: Reader) -> None:
     ):
         held, blobs = reader.get(table), reader.get(name)
         _fill(pool, slots, held, blobs)
-    if reader.names("sums"):
-        parts._sums = reader.get("sums")
+    if reader.names("background_sums"):
+        parts._sums = reader.get("background_sums")
 
 
 def _fill(pool: SlabPool, slots: Tensor, held: Tensor, blobs: Tensor) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from testbed.cache.flights import LostPages
 from testbed.cache.pool import CacheError
-from testbed.engine.prefill import DenseKV, prefill
+from testbed.engine.prefill import DenseKV
 
 if TYPE_CHECKING:
     from testbed.engine.session import Session
@@ -32,8 +32,7 @@ def recover(session: Session, lost: LostPages) -> None:
         cache.drop_pages(at)
         return
     end = min((int(at[:, 1].max()) + 1) * config.page_tokens, cache.length_tokens)
-    dense = prefill(session.decoder, session.tokens[:end].tolist(), config.torch_dtype, (), session.chunk_tokens)
-    cache.restore_pages(at, *pages_of(dense, at, config.page_tokens))
+    cache.restore_pages(at, *pages_of(session.prefill_again(end), at, config.page_tokens))
 
 
 def pages_of(dense: DenseKV, at: Tensor, page_tokens: int) -> tuple[Tensor, Tensor]:

@@ -28,13 +28,13 @@ from testbed.decisions import DecisionLog, Header, ModelShape, Move, Step
 from testbed.engine import saved
 from testbed.engine.batch import Batch, model_id, run_together
 from testbed.engine.idle import Idle, parked
-from testbed.engine.prefill import DenseKV, check_length
+from testbed.engine.prefill import DenseKV, check_length, prefill
 from testbed.engine.signals import Observed, SignalContext, SignalSource, StepView, build_sources
 from testbed.engine.signals.role import UNKNOWN
 from testbed.engine.trail import Trail
 from testbed.models.base import Decoder, Logits
 
-SCALARS = ("_step", "_digest", "_facts", "_since_plan", "_has_roles", "_chunk_tokens")
+SCALARS = ("_step", "_digest", "_facts", "_since_plan", "_has_roles", "_chunk_tokens", "_context_tokens")
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Session:
         self._idle: Trail[Idle] = Trail()
         self._pause: Idle | None = None
         self._paused_at = 0.0
-        self._chunk_tokens = 0
+        self._chunk_tokens = self._context_tokens = 0
         self._pins: Pins = []
 
     # --- life --------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ class Session:
             raise ValueError(f"{len(roles)} roles for {dense.length_tokens} tokens of context")
         self._has_roles = roles is not None
         said_by = torch.full((dense.length_tokens,), UNKNOWN) if roles is None else torch.tensor(list(roles))
-        self._chunk_tokens = dense.chunk_tokens
+        self._chunk_tokens, self._context_tokens = dense.chunk_tokens, dense.length_tokens
         self._watch(dense.tokens, said_by.to(torch.int8))
         self.cache.length_tokens = dense.length_tokens  # pages exist for planning, though none is placed yet
         signals = self._signals(Phase.COMPRESS, 0)
@@ -309,10 +309,12 @@ class Session:
         """Decode steps since the context was compressed."""
         return self._step
 
-    @property
-    def chunk_tokens(self) -> int:
-        """In how large chunks the context was prefilled."""
-        return self._chunk_tokens
+    def prefill_again(self, length_tokens: int) -> DenseKV:
+        """K and V of at least so many of the tokens so far; those of the context in the chunks they were made in."""
+        chunk = self._chunk_tokens
+        least = self._context_tokens if length_tokens <= self._context_tokens else self.cache.length_tokens
+        tokens = self.tokens[: min(least, -(-length_tokens // chunk) * chunk)]
+        return prefill(self.decoder, tokens.tolist(), self.config.cache.torch_dtype, (), chunk)
 
     @property
     def tokens(self) -> Tensor:

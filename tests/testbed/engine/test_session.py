@@ -18,8 +18,9 @@ from testbed.engine.session import Session
 POLICIES = sorted(path.stem for path in Path("conf/policy").glob("*.yaml")) + ["redknot+elastic"]
 ACTING = [name for name in POLICIES if name != "full"]
 CONTEXT, TURN, ANSWER = 300, 20, 12
-# redknot's windows are longer than a context of this suite.
-SHORT = {"redknot": ["policy.budget.local_tokens=64", "policy.budget.special_tokens=128"]}
+# redknot's windows are longer than a context of this suite, and its pools grow by more pages than a stream has.
+BLOCKS = [f"policy.budget.{head.name.lower()}_block_pages=4" for head in Head]
+SHORT = {"redknot": ["policy.budget.local_tokens=64", "policy.budget.special_tokens=128", *BLOCKS]}
 BF16 = {"dtype": "bfloat16"}
 
 
