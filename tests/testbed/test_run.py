@@ -205,11 +205,11 @@ def test_interrupt_that_python_drops_stops_after_the_sample(
     original = Session.fork
     forks = []
 
-    def fork(session: Session) -> Session:
+    def fork(session: Session, own_pools: bool = False) -> Session:
         forks.append(1)
         if len(forks) == 4:
             Finalised()
-        return original(session)
+        return original(session, own_pools)
 
     monkeypatch.setattr(Session, "fork", fork)
     with pytest.raises(KeyboardInterrupt):
