@@ -7,8 +7,9 @@ for at the start, the worker serves them by layer, so the first is exposed and t
 
 Compute is a real kernel, the same number of calls in every layer; its length and the transfer's are those of runs of
 their own, that take turns with the pipeline. Transfers come from a store that sleeps to a stated bandwidth (so that
-x / c is exact and a busy machine bends it least), and from another pool in memory, where both sides contend for the
-machine. Rows are medians over rounds of ratios, each within one round.
+x / c is exact and a busy machine bends it least), and from another pool in memory. There both sides contend for the
+machine, which the closed form knows nothing of: its rows have no bound, those of the stall do. Rows are medians over
+rounds of ratios, each within one round.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from testbed.cache.transfer import Source
 
 CASE = "pipeline"
 RATIOS = (0.25, 0.5, 0.9, 1.0, 1.5, 3.0)
-LAYERS, TRANSFER_S, ROUNDS = 24, 4e-3, 7
+LAYERS, TRANSFER_S, ROUNDS = 24, 4e-3, 9
 QUICK_LAYERS, QUICK_ROUNDS = 3, 1
 SLOW_PAGES, POOL_PAGES = 32, 2048  # a layer's transfer: 128 KiB and 8 MiB of bf16 pages of 16 tokens
 SLAB_PAGES = 128
@@ -130,13 +131,14 @@ class Pipeline:
         return (time.perf_counter() - started) / self.layers
 
     def round(self) -> Timed:
-        """Compute alone, transfers alone, both together."""
-        compute_s, transfer_s = self.time_compute(self.layers), self.time_transfers()
+        """Transfers alone, compute alone, both together, compute alone again: a machine's speed drifts."""
+        transfer_s, before_s = self.time_transfers(), self.time_compute(self.layers)
         started, waited = time.perf_counter(), 0.0
         for job in self.submit():
             waited += self.mover.wait([job])
             self.compute()
-        return Timed(time.perf_counter() - started, compute_s, transfer_s, waited)
+        total_s = time.perf_counter() - started
+        return Timed(total_s, (before_s + self.time_compute(self.layers)) / 2, transfer_s, waited)
 
 
 def run(options: Options) -> list[Row]:
@@ -178,7 +180,9 @@ def _measure(name: str, pipeline: Pipeline, transfer_s: float, rounds: int) -> l
     for ratio, timed in found.items():
         label = f"{name}, x/c = {ratio:g}"
         value = statistics.median(one.of_closed_form(pipeline.layers) for one in timed)
-        rows.append(within(CASE, f"{label}: T over closed form", value, *CLOSED_FORM))
+        what = f"{label}: T over closed form"
+        judged = isinstance(pipeline.source, SlowStore)
+        rows.append(within(CASE, what, value, *CLOSED_FORM) if judged else Row(CASE, what, value))
         if ratio < 1:
             stall = statistics.median(one.waited_s / one.total_s for one in timed)
             rows.append(at_most(CASE, f"{label}: exposed stall of the step", stall, EXPOSED))

@@ -73,7 +73,8 @@ class Lane:
 
     Args:
         name: for threads and messages.
-        workers: how many; with two, one reads a chunk while the other checks and places the one before.
+        workers: how many; with two, one reads a chunk while the other places or writes the one before. They read in
+            turns, so that the urgent has the disk for itself and demands do not wait for writes.
         chunk_bytes: most that is copied before the best job is looked for again.
         shared: with the mover.
     """
@@ -85,6 +86,7 @@ class Lane:
         self.begun: list[Chunk] = []
         self.threads: list[threading.Thread] = []
         self.work = threading.Condition(shared.lock)
+        self.turn = threading.Lock()  # to choose a chunk and read it
 
     def submit(self, job: Job) -> None:
         """Takes a job in; the lock is held."""
@@ -122,12 +124,23 @@ class Lane:
                 torch.set_num_threads(1)
             finally:
                 ready.set()
-            staging = Staging(self.shared.device, self.chunk_bytes)
             with torch.inference_mode():  # a thread has its own; the caches' tensors may have been made under it
-                while (chunk := self._next()) is not None:
-                    self.copy(chunk, staging)
+                self._serve(Staging(self.shared.device, self.chunk_bytes), _Turn(self.turn))
         except BaseException as error:
             self._die(error)
+
+    def _serve(self, staging: Staging, turn: _Turn) -> None:
+        """Chunk after chunk until the lane closes."""
+        staging.read_done = turn.give
+        while True:
+            turn.take()
+            try:
+                chunk = self._next()
+                if chunk is None:
+                    return
+                self.copy(chunk, staging)
+            finally:
+                turn.give()
 
     def _next(self) -> Chunk | None:
         """The next chunk once there is one; None when the lane closes."""
@@ -140,8 +153,6 @@ class Lane:
                     for job, _ in chunk.parts:
                         job.state = State.RUNNING
                         job.started_s = now if job.started_s is None else job.started_s
-                    if len(self.threads) > 1:
-                        self.work.notify()
                     return chunk
                 self.work.wait()
         return None
@@ -201,7 +212,7 @@ class Lane:
 
     def adopt(self) -> None:
         """After a fork: this process has no workers, so what they had begun is to be done again."""
-        self.threads, self.work = [], threading.Condition(self.shared.lock)
+        self.threads, self.work, self.turn = [], threading.Condition(self.shared.lock), threading.Lock()
         for chunk in self.begun:
             for job, rows in chunk.parts:
                 job.waiting = torch.cat((rows, job.waiting)).unique()
@@ -216,6 +227,24 @@ class Lane:
                 self.submit(job)
             else:
                 self.settle(job)
+
+
+class _Turn:
+    """A worker's hold on its lane's turn."""
+
+    def __init__(self, lock: threading.Lock) -> None:
+        self._lock, self._held = lock, False
+
+    def take(self) -> None:
+        """Waits for it."""
+        self._lock.acquire()
+        self._held = True
+
+    def give(self) -> None:
+        """Lets the next worker choose; a second time does nothing."""
+        if self._held:
+            self._held = False
+            self._lock.release()
 
 
 def stop(shared: Shared, lanes: tuple[Lane, ...], patience_s: float) -> bool:

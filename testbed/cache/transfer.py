@@ -9,7 +9,7 @@ stream.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
@@ -53,6 +53,7 @@ class Staging:
 
     Attributes:
         stream: the side stream; None without.
+        read_done: called by `transfer` when the source was read and what is left is to place or write the pages.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Staging:
             raise ValueError(f"block_bytes={block_bytes!r}: must be positive")
         self.device, self.block_bytes = torch.device(device), block_bytes
         self.stream = torch.cuda.Stream(self.device) if side_stream and self.device.type == "cuda" else None
+        self.read_done: Callable[[], None] = _nothing
         self._aligned: dict[int, Tensor] = {}
         self._pinned: list[Tensor] = []
         self._events: list[torch.cuda.Event] = []
@@ -131,8 +133,15 @@ def transfer(source: Source, source_slots: Tensor, target: Target, target_slots:
         elif isinstance(target, FilePool):
             _to_file(source, target, blocks, staging)
         else:
-            for taken, put in blocks:
-                target.write(put, _converted(source, target, source.read(taken)))
+            for turn, (taken, put) in enumerate(blocks, 1):
+                blobs = source.read(taken)
+                if turn == len(blocks):
+                    staging.read_done()
+                target.write(put, _converted(source, target, blobs))
+
+
+def _nothing() -> None:
+    """Nobody waits for the source."""
 
 
 def _converted(source: Source, target: Target, blobs: Tensor) -> Tensor:
@@ -154,18 +163,22 @@ def _from_file(source: FilePool, target: Target, blocks: list[tuple[Tensor, Tens
         for turn, (_, put) in enumerate(blocks):
             assert reading is not None
             current, reading = reading, begin(turn + 1)
-            blobs = _converted(source, target, current.wait())
-            target.write(put, blobs)
+            blobs = current.wait()
+            if reading is None:
+                staging.read_done()
+            target.write(put, _converted(source, target, blobs))
     finally:
         _settle(reading)
 
 
 def _to_file(source: Source, target: FilePool, blocks: list[tuple[Tensor, Tensor]], staging: Staging) -> None:
-    """A block is gathered and converted while the one before is written."""
+    """A block is gathered and converted while the one before is written; on return all is written."""
     writing: Transfer | None = None
     try:
-        for taken, put in blocks:
+        for turn, (taken, put) in enumerate(blocks, 1):
             blobs = _converted(source, target, source.read(taken))
+            if turn == len(blocks):
+                staging.read_done()
             if writing is not None:
                 current, writing = writing, None
                 current.wait()
