@@ -175,7 +175,7 @@ def views(fmt: PageFormat, slab: Tensor) -> dict[str, Tensor]:
     return out
 
 
-def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) -> Tensor:
+def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None, threads: int | None = None) -> Tensor:
     """Stores full pages; any strides, so that views of a float page can be quantised directly.
 
     Args:
@@ -184,6 +184,7 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
             among its keys decodes to keys that are all NaN, and no other page changes.
         v: [M, P, D] float values; NaN and infinities likewise spoil that page's values.
         backend: "cpu", "triton", "torch", or None for the fastest there is.
+        threads: most threads of native code, the calling one included; None for `torch.get_num_threads()`.
 
     Returns:
         [M, page_bytes] uint8.
@@ -207,7 +208,7 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor, backend: str | None = None) ->
     if chosen == "cpu" and k.device.type == "cpu":
         from kernels.cpu.backend import encode as native
 
-        return native(fmt, k, v)
+        return native(fmt, k, v, threads)
     if chosen == "triton":
         from kernels.gpu.encode import encode as launch
 
@@ -230,13 +231,21 @@ def _choose(backend: str | None, device: str) -> str:
     return choose_backend(backend, device)
 
 
-def decode(fmt: PageFormat, blobs: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def decode(
+    fmt: PageFormat,
+    blobs: Tensor,
+    dtype: torch.dtype = torch.float32,
+    backend: str | None = None,
+    threads: int | None = None,
+) -> tuple[Tensor, Tensor]:
     """The keys and values of stored pages.
 
     Args:
         fmt: the pages' format.
         blobs: [M, page_bytes] uint8.
         dtype: of the result.
+        backend: as in `encode`; the result is the same.
+        threads: as in `encode`.
 
     Returns:
         k, v: [M, P, D] each ([M, C, D] for "proto"; log2 counts: `views`).
@@ -246,10 +255,52 @@ def decode(fmt: PageFormat, blobs: Tensor, dtype: torch.dtype = torch.float32) -
         return arrays["k"].to(dtype), arrays["v"].to(dtype)
     if fmt.is_float:
         return arrays["k"].transpose(1, 2).to(dtype), arrays["v"].to(dtype)
+    if blobs.device.type == "cpu" and _choose(backend, "cpu") == "cpu":
+        from kernels.cpu.backend import transcode as native
+
+        near = next((name for name, its in FLOAT_DTYPES.items() if its == dtype), "fp32")
+        wide = page_format(near, fmt.page_tokens, fmt.head_dim)
+        arrays = views(wide, native(fmt, blobs, wide, threads))
+        return arrays["k"].transpose(1, 2).to(dtype), arrays["v"].to(dtype)
     header = arrays["header"]
     keys = _dequantise(arrays, "k", header[:, :3])
     values = _dequantise(arrays, "v", header[:, 3:])
     return keys.transpose(1, 2).to(dtype), values.to(dtype)
+
+
+def transcode(
+    source: PageFormat, blobs: Tensor, target: PageFormat, backend: str | None = None, threads: int | None = None
+) -> Tensor:
+    """Pages of one format as pages of another: `encode` of what `decode` gives, to the bit, without holding that.
+
+    Args:
+        source: the pages' format, any but "proto".
+        blobs: [M, page_bytes] uint8.
+        target: format wanted, of the same P and D.
+        backend: as in `encode`.
+        threads: as in `encode`; a worker thread beside a model asks for 1.
+
+    Returns:
+        [M, target.page_bytes] uint8; `blobs` itself where the formats are one.
+
+    Raises:
+        ValueError: prototypes, which are no page's tokens, another P or D, blobs of another size.
+    """
+    if source.name == "proto" or (source.page_tokens, source.head_dim) != (target.page_tokens, target.head_dim):
+        raise ValueError(
+            f"transcode of {source.name} pages of P={source.page_tokens}, D={source.head_dim} to {target.name} of "
+            f"P={target.page_tokens}, D={target.head_dim}: must be no 'proto', and of the same P and D"
+        )
+    arrays = views(source, blobs)
+    if source == target:
+        return blobs
+    if target.name != "proto" and blobs.device.type == "cpu" and _choose(backend, "cpu") == "cpu":
+        from kernels.cpu.backend import transcode as native
+
+        return native(source, blobs, target, threads)
+    if source.is_float:  # read where they lie
+        return encode(target, arrays["k"].transpose(1, 2), arrays["v"], backend, threads)
+    return encode(target, *decode(source, blobs, backend=backend, threads=threads), backend, threads)
 
 
 def _quantise_into(out: dict[str, Tensor], name: str, x: Tensor, levels: int) -> None:

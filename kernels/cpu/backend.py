@@ -73,7 +73,7 @@ def attend(
     return Partial(out, lse, mass)
 
 
-def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:
+def encode(fmt: PageFormat, k: Tensor, v: Tensor, threads: int | None = None) -> Tensor:
     """As `kernels.pages.encode`, every format but "proto"."""
     if k.dtype != v.dtype or k.dtype not in SOURCE_IDS:
         k, v = k.float(), v.float()
@@ -81,5 +81,15 @@ def encode(fmt: PageFormat, k: Tensor, v: Tensor) -> Tensor:
     numbers = (SOURCE_IDS[k.dtype], fmt.format_id, k.shape[0], fmt.page_tokens, fmt.head_dim, fmt.page_bytes)
     strides = EIGHT(*k.stride(), *v.stride())
     pointers = (k.data_ptr(), v.data_ptr(), blobs.data_ptr(), strides)
-    library().testbed_encode(*pointers, *numbers, torch.get_num_threads())
+    library().testbed_encode(*pointers, *numbers, threads or torch.get_num_threads())
     return blobs
+
+
+def transcode(source: PageFormat, blobs: Tensor, target: PageFormat, threads: int | None = None) -> Tensor:
+    """As `kernels.pages.transcode`, every format but "proto"."""
+    blobs = blobs.contiguous()
+    out = torch.zeros(len(blobs), target.page_bytes, dtype=torch.uint8)
+    formats = (source.format_id, source.page_bytes, target.format_id, target.page_bytes)
+    sizes = (len(blobs), target.page_tokens, target.head_dim, threads or torch.get_num_threads())
+    library().testbed_transcode(blobs.data_ptr(), out.data_ptr(), *formats, *sizes)
+    return out

@@ -51,11 +51,12 @@ def library() -> ctypes.CDLL:
     loaded.testbed_attend.argtypes = [pointer] * 3 + [ctypes.c_float]
     loaded.testbed_append.argtypes = loaded.testbed_copy.argtypes = loaded.testbed_score.argtypes = [pointer]
     loaded.testbed_encode.argtypes = [pointer] * 4 + [number] * 7
+    loaded.testbed_transcode.argtypes = [pointer] * 2 + [number] * 8
     loaded.testbed_gemv.argtypes = [pointer] * 3 + [number] * 4
     loaded.testbed_top_pages.argtypes = [pointer] * 5 + [number] * 5
     loaded.testbed_narrow.argtypes = [pointer] * 6 + [number] * 3 + [pointer] * 3
     loaded.testbed_narrow.restype = number  # what was wrong, 0 for nothing
-    for name in ("attend", "append", "copy", "score", "encode", "gemv", "top_pages"):
+    for name in ("attend", "append", "copy", "score", "encode", "transcode", "gemv", "top_pages"):
         function = getattr(loaded, f"testbed_{name}")
         function.restype, function.errcheck = number, _checked
     return loaded

@@ -1,5 +1,5 @@
 // Writing pages: new tokens into float pages with what follows from them, and whole pages into any format.
-// Same arithmetic as kernels/pages.py.
+// Same arithmetic as kernels/pages.py, to the bit.
 #include <algorithm>
 #include <vector>
 
@@ -47,7 +47,26 @@ inline void put_float(uint8_t* to, int64_t format, const float* x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) ((uint16_t*)to)[i] = float_to_fp16(x[i]);
 }
 
-typedef uint8_t vbytes __attribute__((vector_size(W)));
+inline void get_float(float* to, int64_t format, const uint8_t* x, int64_t n) {
+  if (format == kFp32) std::memcpy(to, x, 4 * n);
+  else if (format == kBf16)
+    for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_float(((const uint16_t*)x)[i]);
+  else
+    for (int64_t i = 0; i < n; ++i) to[i] = fp16_to_float(((const uint16_t*)x)[i]);
+}
+
+// Whole numbers of 0 to 255 as bytes.
+inline void put_bytes(uint8_t* to, vi x) {
+#if defined(__AVX2__)
+  const __m256i words = (__m256i)x;
+  const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storel_epi64((__m128i*)to, _mm_packus_epi16(halves, halves));
+#else
+  typedef uint8_t vbytes __attribute__((vector_size(W)));
+  const vbytes bytes = __builtin_convertvector(x, vbytes);
+  std::memcpy(to, &bytes, W);
+#endif
+}
 
 // Rows of tile [A, B] to codes, with step and lowest value of a row as 8-bit codes on grids of the whole page.
 void quantise(const float* tile, int A, int B, int levels, uint8_t* codes, uint8_t* scale, uint8_t* zero,
@@ -77,7 +96,11 @@ void quantise(const float* tile, int A, int B, int levels, uint8_t* codes, uint8
   for (int a = 0; a < A; ++a) {
     float code = zero_unit > 0 ? std::floor((low[a] - base) / zero_unit) : 0.0f;
     zero[a] = (uint8_t)(code < 255.0f ? code : 255.0f);
-    low[a] = base + zero[a] * zero_unit;
+    low[a] = zero[a] * zero_unit;
+  }
+  // In a loop of its own: a fused multiply-add would round otherwise than kernels/pages.py.
+  for (int a = 0; a < A; ++a) {
+    low[a] += base;
     high[a] = (high[a] - low[a]) / levels;
     needed = high[a] > needed ? high[a] : needed;
   }
@@ -87,25 +110,24 @@ void quantise(const float* tile, int A, int B, int levels, uint8_t* codes, uint8
     scale[a] = (uint8_t)(code < 255.0f ? code : 255.0f);
     const float step = scale[a] * step_unit, divisor = step > 0 ? step : INFINITY;
     const vf most = splat((float)levels), none = splat(0.0f), magic = splat(12582912.0f);
+    uint8_t* to = levels == 255 && B >= W ? codes + a * B : row.data();
     each(tile + a * B, [&](int b, vf x) {
       x = (x - splat(low[a])) / splat(divisor);  // the inverse of a step below 2^-128 would overflow
       x = x < none ? none : x;
       x = x > most ? most : x;
-      vbytes bytes = __builtin_convertvector((vi)(x + magic) - (vi)magic, vbytes);
-      std::memcpy(row.data() + b, &bytes, W);
+      put_bytes(to + b, (vi)(x + magic) - (vi)magic);
     });
-    if (levels == 255) std::memcpy(codes + a * B, row.data(), B);
-    else
+    if (levels == 255 && B < W) std::memcpy(codes + a * B, to, B);
+    if (levels == 15)
       for (int b = 0; b < B / 2; ++b) codes[a * (B / 2) + b] = row[b] | (uint8_t)(row[b + B / 2] << 4);
   }
   const float fault = sum(spoilt);
   header[0] = step_unit, header[1] = fault == 0.0f ? base : fault, header[2] = zero_unit;
 }
 
-void encode_page(int64_t format, const Source& k, const Source& v, int64_t m, int P, int D, float* tile, uint8_t* to) {
-  float* values = tile + P * D;
-  fetch(tile, k, m, k.channel, k.token, D, P);
-  fetch(values, v, m, v.token, v.channel, P, D);
+// tile: keys [D, P], then values [P, D].
+void encode_tile(int64_t format, const float* tile, int P, int D, uint8_t* to) {
+  const float* values = tile + P * D;
   if (format < kInt8) return put_float(to, format, tile, 2ll * P * D);
   const int levels = format == kInt8 ? 255 : 15;
   const int64_t bytes = format == kInt8 ? P * D : P * D / 2;
@@ -115,6 +137,44 @@ void encode_page(int64_t format, const Source& k, const Source& v, int64_t m, in
   quantise(tile, D, P, levels, to, k_scale, k_zero, header);
   quantise(values, P, D, levels, to + bytes, v_scale, v_zero, header + 3);
   std::memcpy(header_at, header, 24);
+}
+
+void encode_page(int64_t format, const Source& k, const Source& v, int64_t m, int P, int D, float* tile, uint8_t* to) {
+  fetch(tile, k, m, k.channel, k.token, D, P);
+  fetch(tile + P * D, v, m, v.token, v.channel, P, D);
+  encode_tile(format, tile, P, D, to);
+}
+
+// Rows [A, B] of codes to floats; header: step unit, base, zero unit. `scratch` holds 2 A floats. Products and sums have
+// loops of their own: a fused multiply-add would round otherwise than kernels/pages.py.
+void dequantise(const uint8_t* codes, bool eight, int A, int B, const uint8_t* scale, const uint8_t* zero,
+                const float* header, float* scratch, float* tile) {
+  float *step = scratch, *low = scratch + A;
+  for (int a = 0; a < A; ++a) step[a] = scale[a] * header[0];
+  for (int a = 0; a < A; ++a) low[a] = zero[a] * header[2];
+  for (int a = 0; a < A; ++a) low[a] += header[1];
+  for (int a = 0; a < A; ++a) {
+    float* __restrict row = tile + a * B;
+    const uint8_t* __restrict from = codes + a * (eight ? B : B / 2);
+    if (eight)
+      for (int b = 0; b < B; ++b) row[b] = from[b] * step[a];
+    else
+      for (int b = 0; b < B / 2; ++b) row[b] = (from[b] & 15) * step[a], row[b + B / 2] = (from[b] >> 4) * step[a];
+    for (int b = 0; b < B; ++b) row[b] += low[a];
+  }
+}
+
+// A page of any format but "proto" to keys [D, P] and values [P, D]; scratch holds 2 max(P, D) floats.
+void decode_tile(int64_t format, const uint8_t* page, int P, int D, float* scratch, float* tile) {
+  if (format < kInt8) return get_float(tile, format, page, 2ll * P * D);
+  const bool eight = format == kInt8;
+  const int64_t bytes = eight ? P * D : P * D / 2;
+  const uint8_t *header_at = page + 2 * bytes, *scale = header_at + 24;
+  float header[6];
+  std::memcpy(header, header_at, 24);
+  dequantise(page, eight, D, P, scale, scale + D, header, scratch, tile);
+  scale += 2 * D;
+  dequantise(page + bytes, eight, P, D, scale, scale + P, header + 3, scratch, tile + P * D);
 }
 
 // A pool as `Pool.native` of kernels/table.py describes it, and how many pages it holds.
@@ -149,14 +209,6 @@ struct Append {
 };
 
 inline int64_t width_of(int64_t format) { return format == kFp32 ? 4 : 2; }
-
-inline void get_float(float* to, int64_t format, const uint8_t* x, int64_t n) {
-  if (format == kFp32) std::memcpy(to, x, 4 * n);
-  else if (format == kBf16)
-    for (int64_t i = 0; i < n; ++i) to[i] = bf16_to_float(((const uint16_t*)x)[i]);
-  else
-    for (int64_t i = 0; i < n; ++i) to[i] = fp16_to_float(((const uint16_t*)x)[i]);
-}
 
 // Rounds to a format and back.
 inline void round_to(float* x, int64_t format, uint8_t* scratch, int64_t n) {
@@ -320,6 +372,21 @@ int64_t testbed_encode(const uint8_t* k, const uint8_t* v, uint8_t* out, const i
     const int64_t end = (chunk + 1) * kChunkPages < pages ? (chunk + 1) * kChunkPages : pages;
     for (int64_t m = chunk * kChunkPages; m < end; ++m)
       encode_page(format, ks, vs, m, (int)P, (int)D, tile.data(), out + m * bytes);
+  };
+  return guarded([&] { return run((pages + kChunkPages - 1) / kChunkPages, threads, work), 0; });
+}
+
+// Pages [n, from_bytes] of one format to pages [n, bytes] of another, neither of them "proto"; `out` is zeros.
+int64_t testbed_transcode(const uint8_t* in, uint8_t* out, int64_t from_format, int64_t from_bytes, int64_t format,
+                          int64_t bytes, int64_t pages, int64_t P, int64_t D, int64_t threads) {
+  using namespace testbed;
+  auto work = [&](int64_t chunk) {
+    std::vector<float> tile(2 * P * D), scratch(2 * std::max(P, D));
+    const int64_t end = (chunk + 1) * kChunkPages < pages ? (chunk + 1) * kChunkPages : pages;
+    for (int64_t m = chunk * kChunkPages; m < end; ++m) {
+      decode_tile(from_format, in + m * from_bytes, (int)P, (int)D, scratch.data(), tile.data());
+      encode_tile(format, tile.data(), (int)P, (int)D, out + m * bytes);
+    }
   };
   return guarded([&] { return run((pages + kChunkPages - 1) / kChunkPages, threads, work), 0; });
 }

@@ -65,8 +65,8 @@ def test_norms_and_rotations_give_each_row_its_own(rows: int, hidden: int) -> No
 
     alone = [turned(heads[i : i + 1], angle[i : i + 1]) for i in range(rows)]
     assert torch.equal(turned(heads, angle), torch.cat(alone))
-    # torch's silu (and whatever else has an exp in it) rounds otherwise behind the last whole pair of vectors of all rows
-    # together, so it does so only where rows are whole pairs of vectors: of 16 floats, 32 with AVX-512.
+    # torch's silu (and whatever else has an exp in it) rounds otherwise behind the last whole pair of vectors of all
+    # rows together, so it does so only where rows are whole pairs of vectors: of 16 floats, 32 with AVX-512.
     silu = torch.nn.functional.silu
     assert hidden % 32 or torch.equal(silu(x), torch.cat([silu(row[None]) for row in x]))
 
@@ -100,8 +100,8 @@ def joined(tables: list[PageTable]) -> PageTable:
     def wide(x: Tensor) -> Tensor:
         return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=-1)
 
-    columns = [torch.cat([wide(getattr(t, key)) for t in tables]) for key in ("pool", "slot", "page")]
-    return PageTable(*columns, torch.cat([t.count for t in tables]))
+    pool, slot, page = (torch.cat([wide(getattr(t, key)) for t in tables]) for key in ("pool", "slot", "page"))
+    return PageTable(pool, slot, page, torch.cat([t.count for t in tables]))
 
 
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
