@@ -245,6 +245,32 @@ def test_a_slow_file_holds_up_no_memory(mover: Mover) -> None:
     assert mover.finished() == []
 
 
+def test_a_file_is_read_in_turns_while_pages_are_placed(mover: Mover) -> None:
+    """The next read waits for the one before, but not for its pages to be placed."""
+
+    class Slow(Memory):
+        def write(self, slots: Tensor, blobs: Tensor) -> None:
+            assert placing.wait(30)
+            super().write(slots, blobs)
+
+    placing = threading.Event()
+    source, target, other = Memory(8), Slow(8, fill=False), Memory(8, fill=False)
+    source.gate.clear()
+    jobs = [make(DEMAND, source, [i], to, layer=i, lane=LaneName.FILE) for i, to in enumerate((target, other))]
+    for job in jobs:
+        mover.submit(job)
+    assert source.reading.wait(30)
+    time.sleep(0.05)
+    assert source.calls == [[0]]
+    source.gate.set()
+    mover.wait([jobs[1]])
+    assert not jobs[0].ended
+    placing.set()
+    mover.wait([jobs[0]])
+    assert source.calls == [[0], [1]]
+    assert all(copied(job) for job in jobs)
+
+
 def test_files_go_to_their_lane_by_themselves(tmp_path: Path) -> None:
     """A page file's jobs are not in the way of memory's: told from the store."""
     from testbed.cache.archive import FilePool
