@@ -90,6 +90,7 @@ def test_share_below_is_the_minimum_rank() -> None:
     torch.testing.assert_close(share_below(value), torch.from_numpy(expected).float())
     assert share_below(torch.full((5,), 3.0)).tolist() == [0.0] * 5
     assert share_below(torch.ones(1)).tolist() == [0.0]
+    assert share_below(torch.tensor([-0.0, 0.0, -1.0])).tolist() == [0.5, 0.5, 0.0]  # equals, whatever their bits
 
 
 @pytest.mark.parametrize("combine", ["max", "mean"])
