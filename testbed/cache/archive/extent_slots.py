@@ -101,8 +101,6 @@ class ExtentSlots:
     def _begin(self, row: Tensor, place: Tensor) -> None:
         self._references[row, place] = 1
         self._used_in.index_add_(0, row, torch.ones_like(row))
-        with self._lock:
-            self._noted[row, place] = False
 
     def share(self, slots: Tensor) -> None:
         """One more reference for slots that are taken.

@@ -215,6 +215,23 @@ def test_slots_that_nobody_holds_are_refused_and_nothing_changes(tmp_path: Path)
     file.close()
 
 
+def test_slots_of_an_extent_that_went_back_are_nobodys(tmp_path: Path) -> None:
+    """Its row in the tables serves another extent now."""
+    file = open_file(tmp_path)
+    pools = pools_of(file)
+    pool = pools["int8"]
+    gone = pool.allocate(3)
+    pool.free(gone)
+    pools["fp32"].allocate(1)  # the lowest extent is another format's now
+    here = pool.allocate(3)
+    assert not set(here.tolist()) & set(gone.tolist())
+    for refused in (pool.free, pool.share, pool.read, pool.checksums):
+        with pytest.raises(SlotError):
+            refused(gone)
+    assert pool.used_pages == 3
+    file.close()
+
+
 def test_memory_of_the_tables_is_counted(tmp_path: Path) -> None:
     """Eight bytes of checksum, four of holders, one of state for each slot, little else."""
     file = open_file(tmp_path)
