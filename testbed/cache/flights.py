@@ -172,7 +172,7 @@ class Flights:
             self._settle(number)
 
     def resolve(self, touched: Tensor) -> None:
-        """Ends the flights of pages [S, N] bool that a new plan moves again: taken back if not begun, else waited for."""
+        """Ends the flights of pages [S, N] bool that a new plan moves again: taken back, or waited for."""
         for number in self.pending[touched].unique().tolist():
             if not number:
                 continue

@@ -1,5 +1,7 @@
 """What happens when a tier has no room: the pages of least worth go one tier further, the last ones are dropped.
 
+A page that the archive refuses stays in L2 or goes there, if there is room.
+
 Policies know the budgets and plan within them, so this is for what they can't know: slack of begun slabs, other
 sequences in the same memory, a full disk, an allocator that fails. Everything is reserved before anything is copied.
 """
@@ -51,43 +53,55 @@ def _take(
     # Slots that are only kept until copies out of this tier are done may be all that is missing.
     if cache.flights.source_bytes().get(tier, 0):
         cache.flights.drain()
-    order = cache.metadata.score[at[:, 0], at[:, 1]].argsort(descending=True, stable=True)
-    placed = 0
-    if not (tier == Tier.L3 and cache.pools.archive_off):
-        placed, taken = _as_many(cache, tier, code, arena, len(at))
-        slots[at[order[:placed], 0], at[order[:placed], 1]] = taken
-    if placed < len(at):
-        _send_on(cache, tier, at[order[placed:]], target, reason)
+    at = at[cache.metadata.score[at[:, 0], at[:, 1]].argsort(descending=True, stable=True)]
+    taken = _as_many(cache, tier, code, arena, len(at))
+    slots[at[: len(taken), 0], at[: len(taken), 1]] = taken
+    if len(taken) < len(at):
+        _send_on(cache, tier, code, at[len(taken) :], target, slots, reason)
 
 
-def _as_many(cache: PagedCache, tier: Tier, code: Format, arena: int, pages: int) -> tuple[int, Tensor]:
-    """As many slots as there are, by halves where only trying tells: (number, slots)."""
-    store = cache.pools.stores[tier, code]
+def _as_many(cache: PagedCache, tier: Tier, code: Format, arena: int, pages: int) -> Tensor:
+    """As many slots [m] int64 as there are, by halves where only trying tells."""
     taken = [torch.zeros(0, dtype=torch.int64)]
-    step = pages
+    step = 0 if tier == Tier.L3 and cache.pools.archive_off else pages
     while step and sum(map(len, taken)) < pages:
         try:
-            taken.append(store.allocate(min(step, pages - sum(map(len, taken))), arena))
+            taken.append(cache.pools.stores[tier, code].allocate(min(step, pages - sum(map(len, taken))), arena))
         except PoolFull:
             step //= 2
-    slots = torch.cat(taken)
-    return len(slots), slots
+    return torch.cat(taken)
 
 
-def _send_on(cache: PagedCache, tier: Tier, at: Tensor, target: dict[str, Tensor], reason: PoolFull) -> None:
-    """Pages that found no room in a tier: they stay further out, or go to the next tier."""
+def _send_on(
+    cache: PagedCache,
+    tier: Tier,
+    code: Format,
+    at: Tensor,
+    target: dict[str, Tensor],
+    slots: Tensor,
+    reason: PoolFull,
+) -> None:
+    """Pages [M, 2] that found no room in a tier: they stay further out, or go to the next tier."""
     row, page = at[:, 0], at[:, 1]
-    state = cache.state
-    stays = state["tier"][row, page] >= tier
+    place = cache.state["tier"][row, page]
+    stays = (place >= tier) | ((place == Tier.L2) & (tier == Tier.L3))
     for name in ("tier", "format"):
-        target[name][row[stays], page[stays]] = state[name][row[stays], page[stays]]
-    target["tier"][row[~stays], page[~stays]] = int(tier) + 1  # L3 + 1 is DROPPED
-    mode = target["mode"][row, page]
-    dropped = target["tier"][row, page] == Tier.DROPPED
-    away = (target["tier"][row, page] > Tier.L1) & (mode == Mode.EXACT)
-    target["mode"][row, page] = mode.masked_fill(away | dropped, int(Mode.SKIP))
-    what = [f"{int(stays.sum())} stay where they are"] if bool(stays.any()) else []
-    if bool((~stays).any()):
-        onward = "are dropped" if tier == Tier.L3 else f"go on to L{int(tier) + 1}"
-        what.append(f"{int((~stays).sum())} {onward}")
-    cache.traffic.warn(f"{tier.name} full: of {len(at)} pages {', '.join(what)} ({reason})")
+        target[name][row[stays], page[stays]] = cache.state[name][row[stays], page[stays]]
+    onward = at[~stays]
+    back = 0
+    if tier == Tier.L3:
+        taken = _as_many(cache, Tier.L2, code, 0, len(onward))
+        back = len(taken)
+        slots[onward[:back, 0], onward[:back, 1]] = taken
+        target["tier"][onward[:back, 0], onward[:back, 1]] = int(Tier.L2)
+    target["tier"][onward[back:, 0], onward[back:, 1]] = int(tier) + 1  # L3 + 1 is DROPPED
+    mode, to = target["mode"][row, page], target["tier"][row, page]
+    exact_elsewhere = (to > Tier.L1) & (mode == Mode.EXACT)
+    target["mode"][row, page] = mode.masked_fill(exact_elsewhere | (to == Tier.DROPPED), int(Mode.SKIP))
+    what = {
+        "stay where they are": int(stays.sum()),
+        "go to L2": back,
+        "are dropped" if tier == Tier.L3 else f"go on to L{int(tier) + 1}": len(onward) - back,
+    }
+    told = ", ".join(f"{count} {verb}" for verb, count in what.items() if count)
+    cache.traffic.warn(f"{tier.name} full: of {len(at)} pages {told} ({reason})")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from policies.base import Format, Mode, Plan, Tier
+from policies.base import Format, Mode, Tier
 
 if TYPE_CHECKING:
     from testbed.cache.paged import PagedCache
@@ -43,10 +43,13 @@ class Metadata:
         self.score = torch.nn.functional.pad(self.score, (0, pages))
         self.last_access = torch.nn.functional.pad(self.last_access, (0, pages), value=NEVER)
 
-    def note_plan(self, plan: Plan, mode: Tensor) -> None:
-        """A plan is in force: its scores, and which pages [S, N] it attends exactly."""
-        if plan.score is not None:
-            self.score = plan.score.reshape(self.score.shape).to("cpu", torch.float32).clone()
+    def note_scores(self, score: Tensor | None) -> None:
+        """The scores [L, Hk, N] of a plan that is about to be in force; None leaves those of before."""
+        if score is not None:
+            self.score = score.reshape(self.score.shape).to("cpu", torch.float32).clone()
+
+    def note_access(self, mode: Tensor) -> None:
+        """A plan is in force: modes [S, N]."""
         self.last_access.masked_fill_(mode == Mode.EXACT, self.plans)
         self.plans += 1
 

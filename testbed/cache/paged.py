@@ -3,6 +3,8 @@
 A stream is one (layer, KV head) and has its own page table, so heads differ in length, format and tier. State is
 tensors over [S, N] (S = L * Hk streams, N pages), and every operation works on all streams at once. The bytes are in
 `Pools`, which sequences may share; moves from and to L2 and L3 go on while the model computes (`flights`).
+
+Whatever changes a cache runs in inference mode, since a tensor that was made in it can't be changed outside of it.
 """
 
 from __future__ import annotations
@@ -189,7 +191,7 @@ class PagedCache:
             old = self.state[name].view(self.layers, self.kv_heads, have)
             return torch.cat((old, new[..., have:]), dim=-1)
 
-        return Plan(*(merged(name, getattr(fresh, name)) for name in NAMES))
+        return Plan(merged("mode", fresh.mode), merged("format", fresh.format), merged("tier", fresh.tier))
 
     def hot_mask(self, next_tokens: int = 0) -> Tensor:
         """[N] bool: pages that are hot once the next tokens are written."""
@@ -212,6 +214,7 @@ class PagedCache:
 
     # --- filling from prefill --------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def load(self, keys: list[Tensor], values: list[Tensor], plan: Plan, free_source: bool = False) -> list[Move]:
         """Places a prefilled context as the plan says, layer by layer.
 
@@ -225,7 +228,7 @@ class PagedCache:
         target = self._flat(plan)
         self._check(target, self.length_tokens)
         self._lay_out(plan.pools)
-        self.metadata.note_plan(plan, target["mode"])
+        self.metadata.note_scores(plan.score)
         slots = self.state["slot"].long()
         outside = (target["tier"] != Tier.L0) & (target["tier"] != Tier.DROPPED)
         reserve(self, outside.nonzero(), target, slots)
@@ -245,6 +248,7 @@ class PagedCache:
         for name in NAMES:
             self.state[name] = target[name]
         self._settle_approximations(target, refused)
+        self.metadata.note_access(target["mode"])
         self.tables = build_tables(self)
         return self._moves_of_load(target)
 
@@ -268,6 +272,7 @@ class PagedCache:
 
     # --- plans -----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def apply(self, plan: Plan, next_tokens: int = 0) -> list[Move]:
         """Makes the plan the state of the pages, starts the moves it asks for, rebuilds the kernel's tables.
 
@@ -283,13 +288,14 @@ class PagedCache:
         self._check(target, self.length_tokens + next_tokens)
         self.flights.reap()
         self._lay_out(plan.pools)
+        self.metadata.note_scores(plan.score)
         state = self.state
         gone = state["tier"] == Tier.DROPPED  # since the policy looked: a move that failed had nowhere to go back to
         target["tier"][gone], target["mode"][gone] = int(Tier.DROPPED), int(Mode.SKIP)
         source = {name: state[name].clone() for name in NAMES}
         changed = self._changed(target)
         if not bool(changed.any()) and torch.equal(target["mode"], state["mode"]):
-            self._in_force(plan, source)
+            self._in_force(source)
             if first_new != state["mode"].shape[1] or self.tables is None or self.tables_stale:
                 self._rebuild()
             return []
@@ -310,7 +316,7 @@ class PagedCache:
         for name in NAMES:
             state[name] = target[name]
         compact(self)
-        self._in_force(plan, source)
+        self._in_force(source)
         self._rebuild()
         return moves
 
@@ -318,13 +324,13 @@ class PagedCache:
         """[S, N] bool: pages whose tier or format the target changes."""
         return (target["tier"] != self.state["tier"]) | (target["format"] != self.state["format"])
 
-    def _in_force(self, plan: Plan, source: dict[str, Tensor]) -> None:
+    def _in_force(self, source: dict[str, Tensor]) -> None:
         """Books what the plan reads: which pages were there, which are waited for."""
         state = self.state
         read = (state["mode"] == Mode.EXACT) & (state["tier"] == Tier.L1)
         self.prefetches.plan(source["tier"], state["tier"], state["mode"])
         self.prefetches.late(self.flights.demand(read & (source["tier"] <= Tier.L1)).nonzero())
-        self.metadata.note_plan(plan, self.state["mode"])
+        self.metadata.note_access(self.state["mode"])
 
     def _rebuild(self) -> None:
         self.tables, self.tables_stale = build_tables(self), False
@@ -345,11 +351,14 @@ class PagedCache:
         """The plan as [S, N] tensors of our own."""
         shape = (self.streams, self.state["mode"].shape[1])
         out = {}
-        for name in NAMES:
+        for name in (*NAMES, "score"):
             value = getattr(plan, name)
+            if value is None:
+                continue
             if value.numel() != shape[0] * shape[1]:
                 raise CacheError(f"plan.{name} has shape {tuple(value.shape)}, the cache has {shape} streams x pages")
-            out[name] = value.reshape(shape).to("cpu", torch.int8).clone()
+            if name != "score":
+                out[name] = value.reshape(shape).to("cpu", torch.int8).clone()
         gone = out["tier"] == Tier.DROPPED  # a dropped page keeps no format, so that nothing counts as a change
         out["format"][gone] = self.state["format"][gone]
         return out
@@ -432,6 +441,7 @@ class PagedCache:
         place(self, at, code, blobs, (Tier.L1, Tier.L2), self.state)
         self.tables_stale = True
 
+    @torch.inference_mode()
     def restore_pages(self, at: Tensor, k: Tensor, v: Tensor) -> None:
         """Gives pages at [M, 2] that L3 lost their content anew, on the device: k, v [M, P, D]."""
         rows = torch.full(self.state["slot"].shape, -1)
@@ -444,6 +454,7 @@ class PagedCache:
         self.traffic.warn(f"{len(at)} pages that the archive lost were computed again")
         self._rebuild()
 
+    @torch.inference_mode()
     def drop_pages(self, at: Tensor) -> None:
         """Gives up pages at [M, 2]."""
         gone = torch.zeros(self.state["mode"].shape, dtype=torch.bool)
@@ -455,6 +466,7 @@ class PagedCache:
 
     # --- a step ----------------------------------------------------------------------------------------------
 
+    @torch.inference_mode()
     def begin(self, tokens: int) -> None:
         """Fixes where the next tokens go; the plan for them must have been applied."""
         if tokens > self.config.hot_tokens:
@@ -474,6 +486,7 @@ class PagedCache:
         assert self.write_offsets is not None
         return Places(self.write_slots, self.write_offsets, self.first_position)
 
+    @torch.inference_mode()
     def append(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Writes the new tokens of one layer: k, v [Hk, T, D]."""
         assert self.write_slots is not None
@@ -486,6 +499,7 @@ class PagedCache:
             upkeep = api.Upkeep(self.write_pages, self._bounds[0, rows], self._bounds[1, rows])
         api.append(k, v, self.write_slots[rows], self.write_offsets, self.tables.pools[0], upkeep, self.backend)
 
+    @torch.inference_mode()
     def arrive(self, layer: int) -> None:
         """Until all pages that a layer reads are there; what is waited is exposed stall.
 
@@ -494,6 +508,7 @@ class PagedCache:
         """
         self.flights.arrive(layer)
 
+    @torch.inference_mode()
     def attend(
         self,
         layer: int,
@@ -531,6 +546,13 @@ class PagedCache:
         self.length_tokens += tokens
         self.write_slots = self.write_offsets = self.write_pages = None
 
+    @torch.inference_mode()
+    def settle(self) -> None:
+        """Ends all moves and closes the holes they left, so that what is held is what the plan needs."""
+        self.flights.drain()
+        compact(self)
+        self._rebuild()
+
     # --- whole cache -----------------------------------------------------------------------------------------
 
     def ledger(self) -> Ledger:
@@ -541,6 +563,7 @@ class PagedCache:
         """What a decision log says of this moment; see `ledger.facts`."""
         return facts(self)
 
+    @torch.inference_mode()
     def fork(self, own_pools: bool = False) -> PagedCache:
         """An independent sequence that goes on from here.
 
@@ -587,6 +610,7 @@ class PagedCache:
                         mine.write(fresh, blobs)
                         state["slot"][block[:, 0], block[:, 1]] = fresh.int()
 
+    @torch.inference_mode()
     def close(self) -> None:
         """Gives all pages back; the last sequence of its pools closes them, the page file too."""
         if self not in self.pools.users:

@@ -16,6 +16,8 @@ from kernels.api import Pool
 from kernels.pages import PageFormat
 from policies.base import Format, PoolLayout, Tier
 from testbed.cache.archive import ArchiveAbout, FilePool, PageFile
+from testbed.cache.archive.io import make_engine
+from testbed.cache.archive.page_file import EngineMaker
 from testbed.cache.layout import CacheConfig, Hot
 from testbed.cache.mover import Mover
 from testbed.cache.pool import CacheError, PageStore, SlabPool
@@ -51,6 +53,7 @@ class Pools:
         shape: of the model.
         config: page size, dtype, limits, archive.
         device: of L0 and L1; L2 is host memory (pinned beside a GPU), L3 a file.
+        make: gives the engine that reads and writes the page file.
 
     Attributes:
         stores: (tier, format) -> pages. L0 has one slab a sequence.
@@ -59,7 +62,13 @@ class Pools:
         archive_off: why L3 takes no more pages, "" while it does.
     """
 
-    def __init__(self, shape: Shape, config: CacheConfig, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        config: CacheConfig,
+        device: torch.device | str = "cpu",
+        make: EngineMaker = make_engine,
+    ) -> None:
         self.shape, self.config, self.device = shape, config, torch.device(device)
         self.limits = config.capacities(self.device)
         self.hot = Hot(config.page_tokens, config.sink_tokens, config.hot_tokens)
@@ -76,7 +85,7 @@ class Pools:
             formats={fmt.name: fmt.page_bytes for fmt in self.formats.values()},
         )
         self.file = PageFile.open(
-            config.archive_folder(), about, self.limits.l3_bytes, io=config.l3_io, direct=config.l3_direct
+            config.archive_folder(), about, self.limits.l3_bytes, config.l3_io, config.l3_direct, make
         )
         compute = self.formats[Format.COMPUTE]
         stores: dict[tuple[Tier, Format], PageStore] = {
