@@ -145,14 +145,16 @@ def run_together(
     caches = caches or CacheBatch([session.cache for session in sessions])
     first = torch.tensor([session.cache.length_tokens for session in sessions], device=ids.device)
     positions = first.unsqueeze(1) + torch.arange(tokens, device=ids.device)
-    for last_try in (*[False] * MOST_RECOVERIES, True):
+    recoveries = 0
+    while True:
         caches.begin(tokens)
         attention = _Attention(sessions, caches)
         try:
             out = decoder.forward(ids, positions, attention, logits)
             break
         except LostPages as lost:
-            if last_try:
+            recoveries += 1
+            if recoveries > MOST_RECOVERIES:
                 raise
             _recover(sessions, caches, lost)
     caches.end(tokens)

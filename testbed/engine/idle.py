@@ -11,7 +11,7 @@ from torch import Tensor
 from policies.base import Mode, Plan, Signals, Tier
 from testbed.decisions import Move
 
-AWAY = (Tier.L2.name, Tier.L3.name)
+AWAY: tuple[str, ...] = (Tier.L2.name, Tier.L3.name)
 
 
 @dataclass(frozen=True)

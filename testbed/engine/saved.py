@@ -10,7 +10,7 @@ import hashlib
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -18,11 +18,10 @@ from policies.base import Policy
 from testbed.cache.flights import LostPages
 from testbed.cache.saved import Reader, SavedError, writing
 from testbed.cache.snapshot import Pins, load_cache, save_cache, unpin
-from testbed.decisions import Move, Step
 from testbed.engine.batch import MOST_RECOVERIES, model_id
 from testbed.engine.idle import Idle
 from testbed.engine.lost import recover
-from testbed.engine.trail import Trail
+from testbed.engine.story import Story
 
 if TYPE_CHECKING:
     from testbed.engine.session import Session, SessionConfig
@@ -99,11 +98,9 @@ def _save(session: Session, path: Path, in_place: bool) -> Pins:
                 {
                     "identity": identity(session.decoder, session.policy, session.config),
                     "cache": cache,
-                    "session": session.scalars(),
+                    "story": session.story.saved(),
                     "signals": numbers,
                     "on_device": on_device,
-                    "steps": [asdict(step) for step in session.log().steps],
-                    "idle": [asdict(each) for each in session.idle if each is not pause],
                     "pause": None if pause is None else asdict(pause),
                 }
             )
@@ -137,15 +134,8 @@ def load(session: Session, reader: Reader) -> Pins:
             for each in reader.names(start)
         }
         source.restore(about["signals"][name] | tensors)
-    steps = [_step(raw) for raw in about["steps"]]
-    idle = [Idle(**raw) for raw in about["idle"]]
     pause = None if about["pause"] is None else Idle(**about["pause"])
     classes = reader.get("classes") if reader.names("classes") else None
-    text = (reader.get("tokens").to(device), reader.get("roles"))
-    session.take_over(about["session"], text, classes, Trail(steps), Trail(idle), pause)
+    story = Story.resumed(about["story"], reader.get("tokens").to(device), reader.get("roles"))
+    session.take_over(story, classes, pause)
     return pins
-
-
-def _step(raw: dict[str, Any]) -> Step:
-    moves = tuple(Move(**move) for move in raw.pop("moves"))
-    return Step(moves=moves, **raw)

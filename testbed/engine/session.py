@@ -10,10 +10,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,10 +30,8 @@ from testbed.engine.idle import Idle, parked
 from testbed.engine.prefill import DenseKV, check_length, prefill
 from testbed.engine.signals import Observed, SignalContext, SignalSource, StepView, build_sources
 from testbed.engine.signals.role import UNKNOWN
-from testbed.engine.trail import Trail
+from testbed.engine.story import StepTime, Story
 from testbed.models.base import Decoder, Logits
-
-SCALARS = ("_step", "_digest", "_facts", "_since_plan", "_has_roles", "_chunk_tokens", "_context_tokens")
 
 
 @dataclass(frozen=True)
@@ -54,21 +51,6 @@ class SessionConfig:
     kernel: str | None = None
     seed: int = 0
     signals: dict[str, dict[str, object]] | None = None
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one run of the model; in them those of planning and those that it waited for pages.
-
-    Attributes:
-        total_s: of the run; in a batch, of the whole batch.
-        plan_s: signals, policy, moves, tables.
-        stall_s: exposed wait for pages that were not there yet, in planning and in running.
-    """
-
-    total_s: float
-    plan_s: float
-    stall_s: float = 0.0
 
 
 class Session:
@@ -107,21 +89,10 @@ class Session:
             model=model_id(decoder),
         )
         self._classes: Tensor | None = None
-        self._facts: dict[str, dict[str, int]] = {}
-        self._digest = ""
-        self._step = 0
         self._plan_s = 0.0
-        self._since_plan = 0
-        self._has_roles = False
-        self._steps: Trail[Step] = Trail()
-        self._text: Trail[Tensor] = Trail()
-        self._said_by: Trail[Tensor] = Trail()
-        self._times: Trail[StepTime] = Trail()
-        self._turn_times: Trail[StepTime] = Trail()
-        self._idle: Trail[Idle] = Trail()
+        self._story = Story()
         self._pause: Idle | None = None
         self._paused_at = 0.0
-        self._chunk_tokens = self._context_tokens = 0
         self._pins: Pins = []
 
     # --- life --------------------------------------------------------------------------------------------------
@@ -140,9 +111,9 @@ class Session:
         """
         if roles is not None and len(roles) != dense.length_tokens:
             raise ValueError(f"{len(roles)} roles for {dense.length_tokens} tokens of context")
-        self._has_roles = roles is not None
+        self._story.has_roles = roles is not None
         said_by = torch.full((dense.length_tokens,), UNKNOWN) if roles is None else torch.tensor(list(roles))
-        self._chunk_tokens, self._context_tokens = dense.chunk_tokens, dense.length_tokens
+        self._story.chunk_tokens, self._story.context_tokens = dense.chunk_tokens, dense.length_tokens
         self._watch(dense.tokens, said_by.to(torch.int8))
         self.cache.length_tokens = dense.length_tokens  # pages exist for planning, though none is placed yet
         signals = self._signals(Phase.COMPRESS, 0)
@@ -167,7 +138,7 @@ class Session:
             got = run_together([self], part.unsqueeze(0), logits, [role])
             out.append(None if got is None else got[0])
             total = time.perf_counter() - started
-            self._turn_times.append(StepTime(total, self._plan_s, self.stall_s - stalled))
+            self._story.turn_times.append(StepTime(total, self._plan_s, self.stall_s - stalled))
             self._log("extend", len(part), True, moves)
         kept = [x for x in out if x is not None]
         return (torch.cat(kept) if logits == "all" else kept[-1]) if kept else None
@@ -178,17 +149,17 @@ class Session:
 
     def plan_step(self) -> tuple[bool, list[Move]]:
         """Before a decode step: plans if one is due. Whether it was, and what moved. For `Batch`."""
-        self._since_plan += 1
+        self._story.since_plan += 1
         self._plan_s = 0.0
-        due = self._since_plan >= self.policy.every_steps
+        due = self._story.since_plan >= self.policy.every_steps
         if due or self.cache.length_tokens % self.config.cache.page_tokens == 0:
             return True, self._plan(Phase.DECODE, 1)
         return False, []
 
     def end_step(self, total_s: float, stall_s: float, due: bool, moves: list[Move]) -> None:
         """After a decode step: notes and logs it. For `Batch`."""
-        self._times.append(StepTime(total_s, self._plan_s, stall_s))
-        self._step += 1
+        self._story.times.append(StepTime(total_s, self._plan_s, stall_s))
+        self._story.step += 1
         self._log("decode", 1, due, moves)
 
     @torch.inference_mode()
@@ -207,12 +178,14 @@ class Session:
         plan = parked(signals, tier, self.cache.metadata.score.view(signals.shape))
         moves = self.cache.apply(plan)
         self._note_plan(plan)
-        self._since_plan = self.policy.every_steps  # whatever comes next begins with a plan
+        self._story.since_plan = self.policy.every_steps  # whatever comes next begins with a plan
         self._log("turn", 0, True, moves)
         if self._pause is not None:  # parked twice, to another tier
-            self._idle.append(self._pause.over([], started - self._paused_at, 0.0))
+            self._story.idle.append(self._pause.over([], started - self._paused_at, 0.0))
         self._paused_at = time.perf_counter()
-        self._pause = Idle.begun(self._step, moves, before - self._planned_device_bytes(), self._paused_at - started)
+        self._pause = Idle.begun(
+            self._story.step, moves, before - self._planned_device_bytes(), self._paused_at - started
+        )
         return self._pause
 
     @torch.inference_mode()
@@ -226,9 +199,7 @@ class Session:
         other = copy.copy(self)
         other.cache = self.cache.fork(own_pools)
         other.sources = {name: source.fork() for name, source in self.sources.items()}
-        for name, value in vars(self).items():
-            if isinstance(value, Trail):
-                setattr(other, name, value.fork())
+        other._story = self._story.fork()
         other._pins = []  # a saved file is the affair of whoever saved it
         return other
 
@@ -274,25 +245,15 @@ class Session:
                 raise
         return session
 
-    def scalars(self) -> dict[str, Any]:
-        """What `saved` notes of the session itself."""
-        return {name: getattr(self, name) for name in SCALARS}
-
-    def take_over(
-        self,
-        scalars: Mapping[str, Any],
-        text: tuple[Tensor, Tensor],
-        classes: Tensor | None,
-        steps: Trail[Step],
-        idle: Trail[Idle],
-        pause: Idle | None,
-    ) -> None:
+    def take_over(self, story: Story, classes: Tensor | None, pause: Idle | None) -> None:
         """Becomes the session that was saved; its cache and signals are in place. For `saved`."""
-        for name in SCALARS:
-            setattr(self, name, scalars[name])
-        self._text, self._said_by = Trail([text[0]]), Trail([text[1]])
-        self._classes, self._steps = classes, steps
-        self._idle, self._pause, self._paused_at = idle, pause, time.perf_counter()
+        self._story, self._classes = story, classes
+        self._pause, self._paused_at = pause, time.perf_counter()
+
+    @property
+    def story(self) -> Story:
+        """All that was run and done so far."""
+        return self._story
 
     @property
     def pause(self) -> Idle | None:
@@ -307,39 +268,39 @@ class Session:
     @property
     def steps(self) -> int:
         """Decode steps since the context was compressed."""
-        return self._step
+        return self._story.step
 
     def prefill_again(self, length_tokens: int) -> DenseKV:
         """K and V of at least so many of the tokens so far; those of the context in the chunks they were made in."""
-        chunk = self._chunk_tokens
-        least = self._context_tokens if length_tokens <= self._context_tokens else self.cache.length_tokens
+        chunk = self._story.chunk_tokens
+        least = self._story.context_tokens if length_tokens <= self._story.context_tokens else self.cache.length_tokens
         tokens = self.tokens[: min(least, -(-length_tokens // chunk) * chunk)]
         return prefill(self.decoder, tokens.tolist(), self.config.cache.torch_dtype, (), chunk)
 
     @property
     def tokens(self) -> Tensor:
         """[T] int64, everything run so far."""
-        return torch.cat([torch.zeros(0, dtype=torch.long), *(part.cpu() for part in self._text)])
+        return self._story.tokens
 
     @property
     def roles(self) -> Tensor:
         """[T] int8 of `Role` of every token, -1 = unknown."""
-        return torch.cat([torch.zeros(0, dtype=torch.int8), *self._said_by])
+        return self._story.roles
 
     @property
     def times(self) -> list[StepTime]:
         """Of every decode step."""
-        return list(self._times)
+        return list(self._story.times)
 
     @property
     def turn_times(self) -> list[StepTime]:
         """Of every run of a turn's tokens."""
-        return list(self._turn_times)
+        return list(self._story.turn_times)
 
     @property
     def idle(self) -> list[Idle]:
         """Every pause so far, one that lasts included."""
-        return [*self._idle, *([] if self.pause is None else [self.pause])]
+        return [*self._story.idle, *([] if self.pause is None else [self.pause])]
 
     @property
     def stall_s(self) -> float:
@@ -366,7 +327,7 @@ class Session:
         )
         full = geometry.token_bytes(self.config.cache.torch_dtype)
         header = Header(shape, self.config.cache.page_tokens, self.policy.name, full, value_bytes)
-        return DecisionLog(header, tuple(self._steps))
+        return DecisionLog(header, tuple(self._story.steps))
 
     # --- planning ----------------------------------------------------------------------------------------------
 
@@ -378,7 +339,7 @@ class Session:
         observed = Observed((layers, kv_heads, pages), self.config.cache.page_tokens, cache.key_bounds)
         return Signals(
             phase=phase,
-            step=self._step,
+            step=self._story.step,
             length_tokens=length,
             page_tokens=self.config.cache.page_tokens,
             hot=cache.hot_mask(next_tokens),
@@ -424,17 +385,17 @@ class Session:
         signals = self._signals(phase, next_tokens)
         plan = self.policy.plan(signals)
         moves = self.cache.apply(plan, next_tokens)
-        self._plan_s, self._since_plan = time.perf_counter() - started, 0
+        self._plan_s, self._story.since_plan = time.perf_counter() - started, 0
         self._note_plan(plan)
         if self._pause is not None:
-            self._idle.append(self._pause.over(moves, started - self._paused_at, self._plan_s))
+            self._story.idle.append(self._pause.over(moves, started - self._paused_at, self._plan_s))
             self._pause = None
         return moves
 
     def _note_plan(self, plan: Plan) -> None:
         parts = (x.contiguous().numpy().tobytes() for x in (plan.mode, plan.format, plan.tier))
-        self._digest = hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
-        self._facts = {}
+        self._story.digest = hashlib.blake2b(b"".join(parts), digest_size=8).hexdigest()
+        self._story.facts = {}
 
     # --- running -----------------------------------------------------------------------------------------------
 
@@ -445,29 +406,29 @@ class Session:
             source.watch_step(view)
 
     def _watch(self, ids: Tensor, said_by: Tensor) -> None:
-        self._text.append(ids)
-        self._said_by.append(said_by)
-        shown = said_by if self._has_roles else torch.full_like(said_by, UNKNOWN)
+        self._story.text.append(ids)
+        self._story.said_by.append(said_by)
+        shown = said_by if self._story.has_roles else torch.full_like(said_by, UNKNOWN)
         for source in self.sources.values():
             source.watch_roles(shown)
             source.watch_tokens(ids)
 
     def forget_facts(self) -> None:
         """The pages are no longer those of the last plan (some were lost): the log counts them anew."""
-        self._facts = {}
+        self._story.facts = {}
 
     def _log(self, phase: str, tokens: int, planned: bool, moves: list[Move]) -> None:
-        if not self._facts:
-            self._facts = self.cache.facts()
-        self._steps.append(
+        if not self._story.facts:
+            self._story.facts = self.cache.facts()
+        self._story.steps.append(
             Step(
-                step=self._step,
+                step=self._story.step,
                 phase=phase,
                 tokens=tokens,
                 length_tokens=self.cache.length_tokens,
                 planned=planned,
                 moves=tuple(moves),
-                digest=self._digest,
-                **self._facts,
+                digest=self._story.digest,
+                **self._story.facts,
             )
         )

@@ -12,7 +12,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -43,6 +42,7 @@ class HfDecoder:
         self.device: torch.device = model.device
         self.weights = sum(weight.numel() for weight in model.parameters())
         self.lean: LeanLlama | None = None  # the faster way, where there is one
+        self._fingerprint = ""
         self._takes_positions = "position_ids" in signature(model.forward).parameters
 
     @property
@@ -76,9 +76,14 @@ class HfDecoder:
             return None
         return self.model(**inputs, logits_to_keep=1 if logits == "last" else 0).logits.float()
 
-    @cached_property
+    @property
     def fingerprint(self) -> str:
-        """See `Decoder.fingerprint`: `SAMPLED` numbers of every tensor, evenly spread."""
+        """See `Decoder.fingerprint`: `SAMPLED` numbers of every tensor, evenly spread; looked at once."""
+        if not self._fingerprint:
+            self._fingerprint = self._sample_weights()
+        return self._fingerprint
+
+    def _sample_weights(self) -> str:
         digest = hashlib.blake2b(digest_size=8)
         for name, weight in self.model.state_dict().items():
             flat = weight.detach().flatten()
