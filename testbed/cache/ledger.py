@@ -5,11 +5,13 @@ Bytes are counted from the page table, independently of the pools, and then comp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from policies.base import Format, Mode, Tier
 from testbed.cache.layout import TABLE_BYTES_PER_PAGE
@@ -38,7 +40,7 @@ class Ledger:
     @staticmethod
     def of(cache: PagedCache) -> Ledger:
         """Counts a cache."""
-        pages = _pages(cache)
+        pages = _pages(cache, histogram(cache))
         used = _planned(cache, pages)
         for tier, count in cache.flights.source_bytes().items():
             used[f"{tier.name}/in_flight"] = count
@@ -61,14 +63,22 @@ class Ledger:
         return sum(count for name, count in self.used_bytes.items() if name[:2] in ("L0", "L1"))
 
 
-def _pages(cache: PagedCache) -> dict[tuple[Tier, Format], int]:
+def histogram(cache: PagedCache) -> Tensor:
+    """Pages by [mode, format, tier], int64: one pass over the page table, from which every count follows."""
+    state = cache.state
+    shape = (len(Mode), len(Format), len(Tier))
+    key = (state["mode"] * shape[1] + state["format"]) * shape[2] + state["tier"]  # below 64, so int8 holds it
+    return torch.bincount(key.flatten(), minlength=math.prod(shape)).view(shape)
+
+
+def _pages(cache: PagedCache, counts: Tensor) -> dict[tuple[Tier, Format], int]:
     """(tier, format) -> pages by the page table; the ring of L0 whole."""
-    key = cache.state["tier"].long() * len(Format) + cache.state["format"]
-    values, counts = key.unique(return_counts=True)
+    by_format = counts.sum(0)
     pages = {
-        (Tier(value // len(Format)), Format(value % len(Format))): count
-        for value, count in zip(values.tolist(), counts.tolist(), strict=True)
-        if value // len(Format) not in (Tier.L0, Tier.DROPPED)
+        (tier, code): int(by_format[code, tier])
+        for tier in (Tier.L1, Tier.L2, Tier.L3)
+        for code in Format
+        if by_format[code, tier]
     }
     pages[Tier.L0, Format.COMPUTE] = cache.streams * cache.hot.stream_pages
     return pages
@@ -110,7 +120,7 @@ def _alone(cache: PagedCache, pages: Mapping[tuple[Tier, Format], int], used: Ma
     return held
 
 
-def positions(cache: PagedCache) -> torch.Tensor:
+def positions(cache: PagedCache) -> Tensor:
     """The position ledger: [L, Hk, T] bool, which positions of which stream still exist.
 
     A page holds positions page * P to page * P + P - 1 for ever, so keys are never rotated again.
@@ -122,25 +132,23 @@ def positions(cache: PagedCache) -> torch.Tensor:
 
 def facts(cache: PagedCache) -> dict[str, dict[str, int]]:
     """What a decision log says of a cache: pages by mode, what a step reads by tier and format, bytes by tier."""
-    state = cache.state
-    mode, fmt, tier = state["mode"], state["format"], state["tier"]
-    pages = {m.name.lower(): int((mode == m).sum()) for m in Mode}
-    exact = mode == Mode.EXACT
+    counts = histogram(cache)
+    pages = {m.name.lower(): int(counts[m].sum()) for m in Mode}
     read_bytes = {"L0": 0, "L1": 0}
     read_tokens: dict[str, int] = {}
     for place in (Tier.L0, Tier.L1):
         for code, page_format in cache.formats.items():
-            count = int((exact & (tier == place) & (fmt == code)).sum())
+            count = int(counts[Mode.EXACT, code, place])
             read_bytes[place.name] += count * page_format.page_bytes
             name = code.name.lower()
             read_tokens[name] = read_tokens.get(name, 0) + count * cache.config.page_tokens
     clusters = pages["cluster"]
-    backgrounds = int((mode == Mode.BACKGROUND).any(1).sum())
+    backgrounds = int((cache.state["mode"] == Mode.BACKGROUND).any(1).sum()) if pages["background"] else 0
     read_bytes["L1"] += (
         clusters * cache.approximations.prototypes.fmt.page_bytes
         + backgrounds * cache.approximations.background.fmt.page_bytes
     )
     read_tokens |= {"prototype": clusters * cache.config.prototypes, "background": backgrounds}
-    table = _pages(cache)
+    table = _pages(cache, counts)
     held = _alone(cache, table, _planned(cache, table))  # of the plan, so that a log does not depend on timing
     return {"pages": pages, "read_bytes": read_bytes, "read_tokens": read_tokens, "held_bytes": held}

@@ -10,6 +10,7 @@ Whatever changes a cache runs in inference mode, since a tensor that was made in
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -138,12 +139,13 @@ class PagedCache:
         """
         slack = 0
         tier, fmt = self.state["tier"], self.state["format"]
-        for code, page_format in self.formats.items():
-            pool = self.pools.level_1(code)
-            streams = ((tier == Tier.L1) & (fmt == code)).sum(1)
-            for arena in self.arena.unique().tolist():
-                pages = int(streams[self.arena == arena].sum())
-                slack += -pages % pool.slots.block_pages(arena) * page_format.page_bytes
+        grid = (int(self.arena.max()) + 1, len(Format), len(Tier))
+        key = self.arena.to(torch.int16).unsqueeze(1) * (grid[1] * grid[2]) + (fmt * grid[2] + tier)
+        counts = torch.bincount(key.flatten(), minlength=math.prod(grid)).view(grid)
+        for arena, code in torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).tolist():
+            pool = self.pools.level_1(Format(code))
+            pages = int(counts[arena, code, Tier.L1])
+            slack += -pages % pool.slots.block_pages(arena) * pool.fmt.page_bytes
         for slots, pool in (
             (self.approximations.slot, self.pools.prototypes),
             (self.approximations.background_slot, self.pools.background),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kernels.pages import decode, encode
+from kernels.pages import encode, transcode
 from policies.base import Format, Mode, Tier
 from testbed.cache.archive import ArchiveError
 from testbed.cache.flights import Flight, Staged
@@ -49,8 +49,7 @@ def _at_once(cache: PagedCache, at: Tensor, target: dict[str, Tensor], slots: Te
             for block in part.split(READ_BLOCK_PAGES):
                 old = state["slot"][block[:, 0], block[:, 1]].long()
                 blobs = stores[tier, code].read(old)
-                if new_code != code:
-                    blobs = encode(cache.formats[new_code], *decode(cache.formats[code], blobs))
+                blobs = transcode(cache.formats[code], blobs, cache.formats[new_code])
                 stores[new_tier, new_code].write(slots[block[:, 0], block[:, 1]], blobs)
                 if tier != Tier.L0:
                     stores[tier, code].free(old)

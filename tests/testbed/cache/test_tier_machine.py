@@ -152,7 +152,7 @@ class TierMachine(RuleBasedStateMachine):
     def settle(self, which: int) -> None:
         """All copies are done: nothing is in flight any more."""
         cache = self.worlds[which % len(self.worlds)].tiered
-        cache.flights.drain()
+        cache.settle()
         assert not len(cache.flights)
         assert not cache.flights.pending.any()
         assert not any("in_flight" in name for name in cache.ledger().used_bytes)
