@@ -17,11 +17,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.gemv import NATIVE_ROWS, gemv_bf16
+from kernels.gemv import gemv_bf16
 from testbed.models.base import Attend, Geometry, Logits
 
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _BLOCK_ROWS = 4096  # compared at once
+_BATCH_ROWS = 64  # sequences in one native product; each gets the bits that it would get alone
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
@@ -118,10 +119,11 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear of x [B, T, C], whichever way the weight is kept; in float32 no sequence changes another's bits."""
     packed = weight.dtype == torch.bfloat16 and x.dtype == torch.float32
-    if len(x) == 1 or (packed and len(x) <= NATIVE_ROWS and x.shape[1] == 1):
+    if len(x) == 1:
         return gemv_bf16(x, weight, bias) if packed else F.linear(x, weight, bias)
     if packed and x.shape[1] == 1:
-        return torch.cat([gemv_bf16(part, weight, bias) for part in x.split(NATIVE_ROWS)])
+        parts = x.split(_BATCH_ROWS)
+        return torch.cat([gemv_bf16(part, weight, bias, native_rows=_BATCH_ROWS) for part in parts])
     if x.dtype == torch.float32:  # a matrix library's sums depend on how many rows there are
         return torch.cat([_linear(row, weight, bias) for row in x.split(1)])
     return F.linear(x, weight, bias)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CACHE, decoder, measures, text
+from tiny import CACHE, decoder, hugging_face, measures, text
 from torch import Tensor
 
 from policies.base import Tier
@@ -21,6 +21,7 @@ from testbed.engine.batch import Batch, shared_pools
 from testbed.engine.prefill import ContextError, prefill
 from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext
+from testbed.models import wrap
 
 # Name, overrides, budget, context: lengths at and beside page ends, plans of every kind. Budgets are of the cache in
 # bf16, so 1 is half of this one.
@@ -98,6 +99,26 @@ def test_rows_of_a_model_that_mixes_them_run_one_by_one() -> None:
     logits, _ = together([0, 3], "gpt2")
     for index, row in enumerate((0, 3)):
         assert torch.equal(logits[index], alone(row, kind="gpt2")[0])
+
+
+@pytest.mark.parametrize("rows", [2, 16, 17, 70])
+def test_weights_kept_in_bf16_give_every_row_its_own_bits(rows: int) -> None:
+    model = hugging_face("llama").bfloat16().float()
+    packed = wrap(model)
+    assert packed.lean is not None
+    assert packed.lean.layers[0].qkv.dtype == torch.bfloat16
+    tokens = torch.tensor(text(rows, 3)).unsqueeze(1)
+    positions = torch.arange(rows).unsqueeze(1) * 7
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return q + (k + v).repeat_interleave(3, dim=1) / (layer + 1)
+
+    every = packed.forward(tokens, positions, attend)
+    assert every is not None
+    for row in range(rows):
+        alone_ = packed.forward(tokens[row : row + 1], positions[row : row + 1], attend)
+        assert alone_ is not None
+        assert torch.equal(every[row], alone_[0])
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen3"])
