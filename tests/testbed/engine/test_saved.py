@@ -18,6 +18,7 @@ from tiny import CACHE, Run, decode, decoder, hugging_face, measures, text
 
 from policies.base import Head, Role, Tier
 from testbed.cache.layout import CacheConfig
+from testbed.cache.pool import CacheError
 from testbed.cache.saved import PREFIX, VERSION, Reader, SavedError, digest, writing
 from testbed.compose import compose_policy
 from testbed.decisions import diff
@@ -86,6 +87,9 @@ def test_a_resumed_session_goes_on_bit_for_bit(case: int, tmp_path: Path) -> Non
     assert torch.equal(go_on(session), right)  # to be saved changes nothing
     assert torch.equal(go_on(resumed), right)
     assert diff(resumed.log(), straight.log()) is None
+    for name in ("score", "last_access", "plans"):
+        ours, theirs = (getattr(each.cache.metadata, name) for each in (resumed, straight))
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs)), name
     assert [each.parked_pages for each in resumed.idle] == [each.parked_pages for each in straight.idle]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["talk"]
 
@@ -398,6 +402,22 @@ def test_lost_pages_while_decoding(tmp_path: Path, how: str) -> None:
     else:
         assert not torch.equal(logits, right)
         assert any("dropped" in event for event in session.cache.traffic.events)
+
+
+def test_pages_found_lost_while_saving(tmp_path: Path) -> None:
+    session = begin(0, l3_path=str(tmp_path / "pages.kv"), on_lost="error")
+    session.park(Tier.L3)
+    spoil(session, tmp_path / "pages.kv")
+    with pytest.raises(CacheError, match="pages lost"):
+        session.save(tmp_path / "talk")
+    session.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["pages.kv"]
+    session, straight = begin(0, l3_path=str(tmp_path / "pages.kv")), begin(0)
+    session.park(Tier.L3)
+    spoil(session, tmp_path / "pages.kv")
+    session.save(tmp_path / "talk")
+    resumed = again(tmp_path / "talk", session, l3_path=None)
+    torch.testing.assert_close(resumed.step(5), straight.step(5), atol=0.1, rtol=0)
 
 
 def test_a_row_that_lost_pages_disturbs_no_other(tmp_path: Path) -> None:
