@@ -168,8 +168,11 @@ class Flights:
     def reap(self) -> None:
         """Frees the source slots of flights that are done, takes failed ones back."""
         self.cache.pools.mover.finished()  # each cache looks at its own
+        freed: dict[tuple[Tier, Format], list[Tensor]] = {}
         for number in [number for number, flight in self._open.items() if flight.job.done]:
-            self._settle(number)
+            self._settle(number, freed)
+        for key, slots in freed.items():
+            self.cache.pools.stores[key].free(torch.cat(slots))
 
     def resolve(self, touched: Tensor) -> None:
         """Ends the flights of pages [S, N] bool that a new plan moves again: taken back, or waited for."""
@@ -187,8 +190,11 @@ class Flights:
         self._wait(list(self._open.values()))
         self.reap()
 
-    def _settle(self, number: int) -> Tensor:
-        """Settles a flight that is done, failed or cancelled: pages [M, 2] that are lost for now."""
+    def _settle(self, number: int, freed: dict[tuple[Tier, Format], list[Tensor]] | None = None) -> Tensor:
+        """Settles a flight that is done, failed or cancelled: pages [M, 2] that are lost for now.
+
+        Source slots are freed, or, if `freed` is given, added to it, so that many flights take one call.
+        """
         flight = self._open.pop(number)
         for numbers in self._due.values():
             if number in numbers:
@@ -205,7 +211,11 @@ class Flights:
             good = torch.zeros(len(flight.at), dtype=torch.bool)
         if bool(good.any()):
             if not flight.staged:
-                self.cache.pools.stores[flight.source].free(flight.job.source_slots[good])
+                slots = flight.job.source_slots[good]
+                if freed is None:
+                    self.cache.pools.stores[flight.source].free(slots)
+                else:
+                    freed.setdefault(flight.source, []).append(slots)
             if Tier.L3 in (flight.source[0], flight.target[0]):
                 self.cache.pools.archive_worked()
             self.cache.traffic.moved(flight.link, int(good.sum()), flight.job.bytes, flight.job.busy_s)

@@ -68,7 +68,7 @@ def page_table(cache: PagedCache, layer: int, head: int) -> list[dict[str, int |
         tier, code = Tier(int(cache.state["tier"][stream, page])), Format(int(cache.state["format"][stream, page]))
         alive = tier != Tier.DROPPED
         checksum = None
-        if tier == Tier.L3:
+        if tier == Tier.L3 and not cache.flights.pending[stream, page]:
             checksum = int(cache.pools.archive(code).checksums(cache.state["slot"][stream, page : page + 1].long())[0])
         rows.append(
             {

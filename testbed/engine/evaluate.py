@@ -123,6 +123,7 @@ def answer(
         spare.close()
     else:
         tokens, logits = [], force(session, turn, rest)
+    session.cache.settle()  # what is held is what the plan needs, and all traffic is booked
     ledger = session.cache.ledger()
     return Answer(
         tokens=tokens,
