@@ -117,6 +117,15 @@ class Formatter(Part, Protocol):
 
 
 @runtime_checkable
+class Compressing(Protocol):
+    """What a format part may offer besides: pages lose precision when they leave the device."""
+
+    def in_tier(self, tier: Tier) -> Format:
+        """The finest format in L2 or L3; a page that is coarser already stays so."""
+        ...
+
+
+@runtime_checkable
 class Eviction(Part, Protocol):
     """Which page leaves a full tier first, and where does it go?"""
 
@@ -244,7 +253,15 @@ class Policy:
             spare = spare - _prototype_bytes(signals, mode)
             fetched = fill(Room(signals.page_bytes, fmt, spare), wanted, lambda: score)
             tier = self._tiers(signals, fmt, kept | fetched, candidate, lost, rank)
-        return _with_hot(signals, Plan(mode, fmt, tier, score, pools))
+        return _with_hot(signals, Plan(mode, self._stored(fmt, tier), tier, score, pools))
+
+    def _stored(self, fmt: Tensor, tier: Tensor) -> Tensor:
+        """[L, Hk, N] int8: the formats, coarser where the format part compresses what has left the device."""
+        if not isinstance(self.format, Compressing):
+            return fmt
+        for place in (Tier.L2, Tier.L3):
+            fmt = torch.where(tier == place, fmt.clamp(min=int(self.format.in_tier(place))), fmt)
+        return fmt
 
     def _tiers(
         self,
@@ -257,6 +274,8 @@ class Policy:
     ) -> Tensor:
         """[L, Hk, N] int8: L1 for what is kept, DROPPED for what is lost, the cascade for the other candidates."""
         first = self.eviction.victim_tier
+        if isinstance(self.format, Compressing):  # what leaves costs L2 its compressed size; L3 never more than that
+            fmt = fmt.clamp(min=int(self.format.in_tier(Tier.L2)))
         tier = cascade(signals, fmt, candidate & ~kept, first, rank)
         tier += kept.view(torch.int8) * int(Tier.L1)
         tier += lost.view(torch.int8) * int(Tier.DROPPED)

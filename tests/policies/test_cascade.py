@@ -13,6 +13,7 @@ from torch import Tensor
 
 from policies.base import Format, Mode, Plan, Policy, Signals, Tier
 from policies.filling import best, cascade, count, stream_bytes, whole_pages
+from policies.formats.by_tier import ByTier
 from testbed.compose import compose_policy
 
 SIZES = (PAGE_BYTES.compute, PAGE_BYTES.int8, PAGE_BYTES.int4)
@@ -205,3 +206,21 @@ def test_a_full_first_tier_spills_into_the_second(victim: str) -> None:
     assert int((plan.tier == first).sum()) == 6
     assert int((plan.tier == second).sum()) > 6
     assert not (plan.tier == Tier.DROPPED).any()
+
+
+def test_what_leaves_the_device_is_compressed_and_stays_so() -> None:
+    """`by_tier`: INT8 in L2, INT4 in L3, what came back from there keeps what it has; budgets hold in those sizes."""
+    policy = replace(compose_policy("elastic"), format=ByTier("compute", "int8", "int4"), cold_start_tokens=0)
+    host = full_bytes() // 10
+    signals = replace(first_signals(policy.needs), device_budget_bytes=int(0.4 * full_bytes()), host_budget_bytes=host)
+    signals = replace(signals, classes=policy.classifier.classify(signals))
+    plan = policy.plan(signals)
+    for tier, code in ((Tier.L1, Format.COMPUTE), (Tier.L2, Format.INT8), (Tier.L3, Format.INT4)):
+        here = plan.tier == tier
+        assert here.any()
+        assert (plan.format[here] == code).all()
+    assert host - PAGE_BYTES.int8 < tier_bytes(plan, Tier.L2) <= host
+    back = policy.plan(replace(signals, held=plan, device_budget_bytes=None))
+    returned = (back.tier == Tier.L1) & (plan.tier > Tier.L1)
+    assert returned.any()
+    assert torch.equal(back.format[returned], plan.format[returned])
