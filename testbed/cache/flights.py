@@ -187,8 +187,24 @@ class Flights:
 
     def drain(self) -> None:
         """Ends all flights."""
-        self._wait(list(self._open.values()))
+        self._finish()
         self.reap()
+
+    def _finish(self) -> None:
+        """Waits until nothing is copied any more, beside a GPU too, since slots are about to change hands."""
+        self._wait(list(self._open.values()))
+        for flight in self._open.values():
+            for event in flight.job.events:
+                event.synchronize()
+
+    def free_sources(self) -> None:
+        """Waits for all flights and frees the slots of those that arrived.
+
+        For the midst of a plan: one that failed stays in flight, since taking it back would move its pages.
+        """
+        self._finish()
+        for number in [number for number, flight in self._open.items() if flight.job.state == State.DONE]:
+            self._settle(number)
 
     def _settle(self, number: int, freed: dict[tuple[Tier, Format], list[Tensor]] | None = None) -> Tensor:
         """Settles a flight that is done, failed or cancelled: pages [M, 2] that are lost for now.

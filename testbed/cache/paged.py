@@ -292,8 +292,7 @@ class PagedCache:
         self._lay_out(plan.pools)
         self.metadata.note_scores(plan.score)
         state = self.state
-        gone = state["tier"] == Tier.DROPPED  # since the policy looked: a move that failed had nowhere to go back to
-        target["tier"][gone], target["mode"][gone] = int(Tier.DROPPED), int(Mode.SKIP)
+        self._keep_dropped(target)
         source = {name: state[name].clone() for name in NAMES}
         changed = self._changed(target)
         if not bool(changed.any()) and torch.equal(target["mode"], state["mode"]):
@@ -301,7 +300,10 @@ class PagedCache:
             if first_new != state["mode"].shape[1] or self.tables is None or self.tables_stale:
                 self._rebuild()
             return []
-        self.flights.resolve(changed & (self.flights.pending > 0))
+        # A flight that is taken back here changes where its pages are, so all that must end do so first.
+        touched = self.approximations.lacking(target["mode"], state["mode"])
+        self.flights.resolve((changed | touched) & (self.flights.pending > 0))
+        self._keep_dropped(target)
         changed = self._changed(target)
         touched = self.approximations.lacking(target["mode"], state["mode"])
         refused = 0
@@ -321,6 +323,12 @@ class PagedCache:
         self._in_force(source)
         self._rebuild()
         return moves
+
+    def _keep_dropped(self, target: dict[str, Tensor]) -> None:
+        """Pages dropped since the policy looked, as a move failed and had nowhere to go back to, stay so."""
+        gone = self.state["tier"] == Tier.DROPPED
+        target["tier"][gone], target["mode"][gone] = int(Tier.DROPPED), int(Mode.SKIP)
+        target["format"][gone] = self.state["format"][gone]
 
     def _changed(self, target: dict[str, Tensor]) -> Tensor:
         """[S, N] bool: pages whose tier or format the target changes."""
@@ -419,7 +427,6 @@ class PagedCache:
         What the archive can't give back is not approximated but skipped, in the target too.
         """
         state = self.state
-        self.flights.resolve(touched & (self.flights.pending > 0))
         for tier, code, group in groups(touched.nonzero(), state["tier"], state["format"]):
             for block in group.split(READ_BLOCK_PAGES):
                 try:

@@ -1,0 +1,123 @@
+"""Flights that end while a plan is being made true: taken back, failed, or waited for; never a page in the wrong place."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from archive_case import Faults
+from tier_case import Pair, check_books, cold, sent
+from torch import Tensor
+
+from policies.base import Format, Mode, Tier
+from testbed.cache.mover import State
+from testbed.cache.pool import PageStore
+
+
+class Gated:
+    """A store whose writes wait until the gate is open."""
+
+    def __init__(self, store: PageStore) -> None:
+        self.store, self.gate = store, threading.Event()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.store, name)
+
+    def read(self, slots: Tensor) -> Tensor:
+        return self.store.read(slots)
+
+    def write(self, slots: Tensor, blobs: Tensor) -> None:
+        assert self.gate.wait(30)
+        self.store.write(slots, blobs)
+
+
+def gated(pair: Pair, tier: Tier) -> Gated:
+    stores = pair.tiered.pools.stores
+    store = Gated(stores[tier, Format.COMPUTE])
+    stores[tier, Format.COMPUTE] = store  # type: ignore[assignment]
+    return store
+
+
+def test_a_page_that_is_approximated_while_it_waits_to_leave() -> None:
+    """It is read where it is, and goes where the plan in force says; nothing else takes its slot."""
+    pair = Pair(400)
+    cache, store = pair.tiered, gated(pair, Tier.L2)
+    first, second = cold(cache.pages), cold(cache.pages)
+    first[12:], second[:12] = False, False
+    pair.step(sent(cache, Tier.L2, first))  # the worker is held up at these
+    pair.step(sent(cache, Tier.L2, second))
+    plan = sent(cache, Tier.L2, second)
+    plan.mode[..., torch.nn.functional.pad(second, (0, plan.mode.shape[-1] - len(second)))] = int(Mode.CLUSTER)
+    cache.apply(plan, 1)
+    store.gate.set()
+    cache.settle()
+    check_books(cache)
+    ours, theirs = pair.step(sent(cache, Tier.L1, first | second))
+    assert torch.equal(ours, theirs)
+    check_books(cache)
+    pair.close()
+
+
+def refuse(write: bool, offset: int, size: int) -> int:
+    return -errno.EIO if write else size
+
+
+def full_device(pair: Pair) -> None:
+    """L1 may not grow from here on."""
+    pools = pair.tiered.pools
+    pools.limits = replace(pools.limits, l1_bytes=pools.device_bytes)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_failed_move_is_not_taken_back_in_the_midst_of_a_plan(overlap: bool, tmp_path: Path) -> None:
+    """Pages that wait for room on the device wait for those that leave it, which the disk refuses."""
+    pair = Pair(400, Faults(refuse), l3_path=str(tmp_path), overlap=overlap)
+    cache = pair.tiered
+    near, far = cold(cache.pages), cold(cache.pages)
+    near[12:], far[:12] = False, False
+    pair.step(sent(cache, Tier.L2, far))
+    cache.settle()
+    full_device(pair)
+    plan, here = sent(cache, Tier.L3, near), sent(cache, Tier.L1, far)
+    swapped = torch.nn.functional.pad(far, (0, plan.mode.shape[-1] - len(far)))
+    plan.tier[..., swapped], plan.mode[..., swapped] = here.tier[..., swapped], here.mode[..., swapped]
+    ours, theirs = pair.step(plan)
+    assert torch.equal(ours, theirs)
+    check_books(cache)
+    cache.settle()
+    assert not (cache.state["tier"] == Tier.L3).any()
+    assert not (cache.state["tier"] == Tier.DROPPED).any()
+    check_books(cache)
+    ours, theirs = pair.step(sent(cache, Tier.L1, near))
+    assert torch.equal(ours, theirs)
+    pair.close()
+
+
+def test_a_page_that_finds_no_place_when_it_is_called_back(tmp_path: Path) -> None:
+    """It left the ring, waits for the disk, and the device has no room for it any more: it is dropped, with a warning."""
+    pair = Pair(100, l3_path=str(tmp_path), l2_bytes=1 << 13)
+    cache, store = pair.tiered, gated(pair, Tier.L3)
+    for _ in range(80):  # the workers are held up at the first pages, the last ones wait
+        everything = torch.ones(cache.pages, dtype=torch.bool)  # that is not hot, so pages go there from the ring
+        ours, theirs = pair.step(sent(cache, Tier.L3, everything))
+        assert torch.equal(ours, theirs)
+    waiting = [flight for flight in cache.flights if flight.job.state == State.QUEUED]
+    assert waiting
+    assert all(flight.staged for flight in waiting)
+    full_device(pair)
+    page = torch.zeros(cache.pages, dtype=torch.bool)
+    page[waiting[-1].at[0, 1]] = True
+    opener = threading.Timer(0.3, store.gate.set)
+    opener.start()
+    ours, theirs = pair.step(sent(cache, Tier.L1, page))
+    assert torch.equal(ours, theirs)
+    cache.settle()
+    assert (cache.state["tier"][:, page.nonzero()[0, 0]] == Tier.DROPPED).all()
+    assert any("dropped" in event for event in cache.traffic.events)
+    check_books(cache)
+    opener.join()
+    pair.close()
