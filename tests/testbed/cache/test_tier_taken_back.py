@@ -1,4 +1,4 @@
-"""Flights that end while a plan is being made true: taken back, failed, or waited for; never a page in the wrong place."""
+"""Flights that end while a plan is made true: taken back, failed, waited for; never a page in the wrong place."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_failed_move_is_not_taken_back_in_the_midst_of_a_plan(overlap: bool, t
 
 
 def test_a_page_that_finds_no_place_when_it_is_called_back(tmp_path: Path) -> None:
-    """It left the ring, waits for the disk, and the device has no room for it any more: it is dropped, with a warning."""
+    """It left the ring and waits for the disk, and the device has no more room for it: dropped, with a warning."""
     pair = Pair(100, l3_path=str(tmp_path), l2_bytes=1 << 13)
     cache, store = pair.tiered, gated(pair, Tier.L3)
     for _ in range(80):  # the workers are held up at the first pages, the last ones wait
