@@ -75,16 +75,20 @@ def test_failing_writes_leave_pages_where_they_were(tmp_path: Path) -> None:
 def test_what_left_the_ring_is_not_lost_with_the_disk(tmp_path: Path) -> None:
     """A page that goes from L0 to a disk that refuses it has no slot to go back to: it finds another place."""
     pair = Pair(100, Faults(lambda write, offset, size: -errno.EIO if write else size), l3_path=str(tmp_path))
-    cache = pair.tiered
-    for _ in range(80):
-        plan = sent(cache, Tier.L3, cold(cache.pages))
+    cache, away = pair.tiered, 0
+    for _ in range(40):
+        plan = sent(cache, Tier.L3, ~cache.hot_mask(1))
         dead = cache.held(1).tier == Tier.DROPPED
         plan.tier[dead], plan.mode[dead] = int(Tier.DROPPED), int(Mode.SKIP)
         ours, theirs = pair.step(plan)
         assert torch.equal(ours, theirs)
+        away += int((cache.state["tier"] == Tier.L3).sum())
+    assert away > 0
     cache.settle()
     assert count(cache, Tier.DROPPED) == 0
     check_books(cache)
+    ours, theirs = pair.step(sent(cache, Tier.L1, ~cache.hot_mask(1)))
+    assert torch.equal(ours, theirs)
     pair.close()
 
 

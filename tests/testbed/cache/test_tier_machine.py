@@ -209,4 +209,4 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTierMachine = TierMachine.TestCase
-TestTierMachine.settings = settings(max_examples=60, stateful_step_count=20, deadline=None, phases=[Phase.generate])
+TestTierMachine.settings = settings(max_examples=30, stateful_step_count=20, deadline=None, phases=[Phase.generate])

@@ -102,7 +102,7 @@ def histories(draw: st.DrawFn) -> list[State]:
     return out
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(histories(), st.data())
 def test_book_agrees_with_the_definitions(states: list[State], data: st.DataObject) -> None:
     traffic, slow = Traffic(), SlowBook()

@@ -73,7 +73,7 @@ def together(rows: Sequence[int], kind: str = "llama") -> tuple[Tensor, list[Ses
     return torch.stack([batch.step(tokens[:, at]) for at in range(STEPS)], 1), sessions
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(rows=st.lists(st.integers(0, len(ROWS) - 1), min_size=1, max_size=len(ROWS), unique=True))
 def test_a_row_is_bitwise_what_it_is_alone(references: list[tuple[Tensor, Session]], rows: list[int]) -> None:
     logits, sessions = together(rows)

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -323,37 +324,61 @@ def test_a_page_lost_from_the_page_file_is_found_and_computed_anew(tmp_path: Pat
 
 # --- killed ---------------------------------------------------------------------------------------------------------
 
-CHILD = """
+PARENT = """
+import os
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import test_saved as t
-folder, in_place = Path(sys.argv[2]), sys.argv[3] == "in_place"
-session = t.begin(4, **({"l3_path": str(folder / "pages.kv")} if in_place else {}))
-session.save(folder / "talk", in_place)
-print("saved", flush=True)
-while True:
-    for token in t.text(5, 3):
-        if session.steps < 40:
-            session.step(token)
-    session.save(folder / "talk", in_place)
-    print("saved", flush=True)
+t.decoder()
+for line in sys.stdin:
+    folder, how = Path(line.split()[0]), line.split()[1]
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        print("ended", folder, flush=True)
+        continue
+    in_place = how == "in_place"
+    session = t.begin(4, **({"l3_path": str(folder / "pages.kv")} if in_place else {}))
+    while True:
+        session.save(folder / "talk", in_place)
+        print(os.getpid(), folder, flush=True)
+        for token in t.text(5, 3):
+            if session.steps < 40:
+                session.step(token)
 """
+
+
+@pytest.fixture(scope="module")
+def parent() -> Iterator[subprocess.Popen[str]]:
+    """A process that forks one that saves without end for each line it is given; importing all takes seconds."""
+    pipe, environment = subprocess.PIPE, os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", PARENT, str(HERE)]
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+    yield process
+    assert process.stdin is not None
+    process.stdin.close()
+    process.wait()
+
+
+def killed(parent: subprocess.Popen[str], folder: Path, how: str, delay_s: float) -> None:
+    """A process that saves into a folder is killed so long after its first save."""
+    assert parent.stdin is not None
+    assert parent.stdout is not None
+    print(folder, how, file=parent.stdin, flush=True)
+    child, _ = parent.stdout.readline().split()
+    time.sleep(delay_s)
+    os.kill(int(child), signal.SIGKILL)
+    while not parent.stdout.readline().startswith("ended"):
+        pass
 
 
 @pytest.mark.parametrize("how", ["in_place", "whole"])
 @pytest.mark.parametrize("delay_s", [0.0, 0.03])
-def test_killed_in_the_middle_of_anything_a_whole_session_is_there(tmp_path: Path, how: str, delay_s: float) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, str(HERE), str(tmp_path), how], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    try:
-        assert child.stdout.readline() == "saved\n"
-        time.sleep(delay_s)
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
+def test_killed_in_the_middle_of_anything_a_whole_session_is_there(
+    parent: subprocess.Popen[str], tmp_path: Path, how: str, delay_s: float
+) -> None:
+    killed(parent, tmp_path, how, delay_s)
     straight = begin(4)
     changes = {"l3_path": str(tmp_path / "pages.kv")} if how == "in_place" else {}
     resumed = again(tmp_path / "talk", straight, **changes)
