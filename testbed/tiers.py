@@ -77,7 +77,7 @@ def numbers(run: Experiment) -> list[Number]:
 def section(run: Experiment) -> dict[str, Any]:
     """The record's `tiers`: plain values, units in the names; empty where tiers did nothing.
 
-    at_end and mean_held_bytes are means over samples, the latter over steps too; everything else is a sum over
+    at_end, pools and mean_held_bytes are means over samples, the latter over steps too; everything else is a sum over
     samples, failures and events with those of compressing the contexts. busy_share is of the time of all steps.
     """
     if not tiered(run):
@@ -93,6 +93,7 @@ def section(run: Experiment) -> dict[str, Any]:
     return {
         "capacity_bytes": {"L1": capacity.l1_bytes, "L2": capacity.l2_bytes, "L3": capacity.l3_bytes},
         "at_end": _at_end(answers),
+        "pools": _pools(answers),
         "mean_held_bytes": {tier: float(np.mean([each[tier] for each in held])) for tier in TIERS},
         **out,
         "failures": Traffic.merge((loading, answering)).failures,
@@ -136,6 +137,16 @@ def _at_end(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
         for name, count in sorted(total.items()):
             out.setdefault(name, {})[key] = count / len(answers)
     return dict(sorted(out.items()))
+
+
+def _pools(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
+    """Mean use of the device's pools at the end, by "format/head class"."""
+    names = sorted({name for answer in answers for name in answer.arenas})
+    keys = ("block_pages", "used_pages", "held_pages", "slack_bytes")
+    return {
+        name: {key: float(np.mean([answer.arenas.get(name, {}).get(key, 0) for answer in answers])) for key in keys}
+        for name in names
+    }
 
 
 def _ran(log: DecisionLog) -> list[Any]:

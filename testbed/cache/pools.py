@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.api import Pool
 from kernels.pages import PageFormat
-from policies.base import Format, PoolLayout, Tier
+from policies.base import Format, Head, PoolLayout, Tier
 from testbed.cache.archive import ArchiveAbout, FilePool, PageFile
 from testbed.cache.archive.io import make_engine
 from testbed.cache.archive.page_file import EngineMaker
@@ -60,6 +60,7 @@ class Pools:
         prototypes, background: what stands for pages that are not read token by token, in L1.
         users: sequences that use these pools; the last one to leave closes them.
         archive_off: why L3 takes no more pages, "" while it does.
+        laid_out: whether a plan has said which arena a stream's pages go to; else all are in one.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Pools:
         self.formats: Mapping[Format, PageFormat] = config.formats(shape.head_dim)
         self.users: list[PagedCache] = []
         self.archive_off = "" if self.limits.l3_bytes != 0 else "cache.l3_bytes=0"
+        self.laid_out = False
         self._failures = 0
         about = ArchiveAbout(
             model=shape.model,
@@ -185,29 +187,26 @@ class Pools:
 
     def lay_out(self, layout: PoolLayout) -> None:
         """Sets the block size of each arena in all L1 pools; blocks that are there stay as they are."""
+        self.laid_out = True
         for code in Format:
             pool = self.level_1(code)
             for arena, pages in enumerate(layout.block_pages):
                 pool.slots.block_slabs[arena] = -(-pages // self.config.slab_pages)
 
-    def arenas(self) -> list[dict[str, int | float | str]]:
-        """Use of the device's pools: format, arena, pages used and held, slack bytes, share of holes."""
-        rows: list[dict[str, int | float | str]] = []
+    def arenas(self) -> dict[str, dict[str, int]]:
+        """Use of the device's pools by "format/arena": pages a block, pages used and held, slack bytes."""
+        rows = {}
         for code in Format:
             pool = self.level_1(code)
             for arena in pool.slots.arenas():
                 used, held = pool.slots.used_by(arena), pool.slots.held_by(arena)
-                rows.append(
-                    {
-                        "format": code.name.lower(),
-                        "arena": arena,
-                        "block_pages": pool.slots.block_pages(arena),
-                        "used_pages": used,
-                        "held_pages": held,
-                        "slack_bytes": (held - used) * pool.fmt.page_bytes,
-                        "fragmentation": 1.0 - used / held,
-                    }
-                )
+                name = Head(arena).name.lower() if self.laid_out else "all heads"
+                rows[f"{code.name.lower()}/{name}"] = {
+                    "block_pages": pool.slots.block_pages(arena),
+                    "used_pages": used,
+                    "held_pages": held,
+                    "slack_bytes": (held - used) * pool.fmt.page_bytes,
+                }
         return rows
 
     # --- the archive's circuit breaker -------------------------------------------------------------------------

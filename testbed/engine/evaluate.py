@@ -30,6 +30,7 @@ class Answer:
             the answer was complete.
         bytes: the ledger then, by tier and format.
         pages: pages then, by tier and format.
+        arenas: use of the device's pools then, see `Pools.arenas`.
         traffic: what moved between tiers meanwhile, and what waited.
         kernels: variant of the attention kernel -> calls, in all layers of all steps.
     """
@@ -44,6 +45,7 @@ class Answer:
     full_bytes: int
     bytes: dict[str, int] = field(default_factory=dict)
     pages: dict[str, int] = field(default_factory=dict)
+    arenas: dict[str, dict[str, int]] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
     kernels: dict[str, int] = field(default_factory=dict)
 
@@ -136,6 +138,7 @@ def answer(
         full_bytes=session.full_bytes(session.cache.length_tokens),
         bytes=dict(ledger.used_bytes),
         pages={f"{tier.name}/{code.name.lower()}": count for (tier, code), count in ledger.pages.items()},
+        arenas=session.cache.pools.arenas(),
         traffic=session.cache.traffic,
         kernels=dict(session.cache.kernel_calls),
     )

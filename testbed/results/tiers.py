@@ -16,9 +16,7 @@ def sheets(record: Record) -> list[Sheet]:
     tiers = record.tiers
     if not tiers:
         return []
-    found = [_residency(tiers)]
-    moves = _moves(tiers)
-    return [*found, moves] if moves.rows else found
+    return [_residency(tiers), *(sheet for sheet in (_pools(tiers), _moves(tiers)) if sheet.rows)]
 
 
 def _residency(tiers: Mapping[str, Any]) -> Sheet:
@@ -39,6 +37,23 @@ def _residency(tiers: Mapping[str, Any]) -> Sheet:
             rows.append((f"  {name.partition('/')[2]}", pages_text, value_text(place["bytes"], "bytes"), "", ""))
     columns = ("tier", "pages at the end", "bytes at the end", "held, mean over steps", "capacity")
     return Sheet("Tiers, mean over samples (measured)", columns, rows)
+
+
+def _pools(tiers: Mapping[str, Any]) -> Sheet:
+    """One line a format and head class: what the device's pools hold for it, and what of that is empty."""
+    rows = [
+        (
+            name.replace("/", ", "),
+            _count(pool["block_pages"]),
+            _count(pool["used_pages"]),
+            _count(pool["held_pages"]),
+            value_text(pool["slack_bytes"], "bytes"),
+            value_text(1.0 - pool["used_pages"] / pool["held_pages"] if pool["held_pages"] else 0.0, "fraction"),
+        )
+        for name, pool in tiers.get("pools", {}).items()
+    ]
+    columns = ("pool in L1", "pages a block", "pages used", "pages held", "slack", "empty")
+    return Sheet("Pools of the device by head class, mean over samples (measured)", columns, rows)
 
 
 def _moves(tiers: Mapping[str, Any]) -> Sheet:

@@ -167,15 +167,17 @@ def test_arenas_keep_their_pages_together_and_give_blocks_back() -> None:
         assert (pool.slots.owner[slots // pool.slab_pages] == number).all()
         held, used = pool.slots.held_by(number), len(slots)
         assert held == -(-used // block) * block
-    rows = {row["arena"]: row for row in cache.pools.arenas()}
-    assert rows[2]["block_pages"] == 16
-    assert rows[2]["fragmentation"] == pytest.approx(1 - rows[2]["used_pages"] / rows[2]["held_pages"])  # type: ignore
+    rows = cache.pools.arenas()
+    special = rows["compute/special"]
+    assert special["block_pages"] == 16
+    assert special["slack_bytes"] == (special["held_pages"] - special["used_pages"]) * PAGE
+    assert sum(row["held_pages"] for row in rows.values()) * PAGE == pool.held_bytes
     before = pool.held_bytes
     gone = cache.held(1)
     drop = (arena == 2).unsqueeze(-1) & (gone.tier == Tier.L1)
     gone.tier[drop], gone.mode[drop] = int(Tier.DROPPED), int(Mode.SKIP)
     cache.apply(legal(cache, gone, 521), 1)
-    assert pool.held_bytes == before - int(rows[2]["held_pages"]) * PAGE
+    assert pool.held_bytes == before - special["held_pages"] * PAGE
     assert pool.slots.held_by(2) == 0
     cache.close()
     assert pool.held_bytes == 0
