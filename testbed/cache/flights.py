@@ -18,6 +18,7 @@ from policies.base import Format, Mode, Tier
 from testbed.cache.archive import ArchiveError, CorruptPages
 from testbed.cache.mover import CAUSES, Job, Priority, State
 from testbed.cache.pool import CacheError, PageStore
+from testbed.cache.shield import shielded
 from testbed.cache.transfer import transfer
 
 if TYPE_CHECKING:
@@ -165,6 +166,7 @@ class Flights:
             seconds = self.cache.pools.mover.wait([flight.job])
             self.cache.traffic.stalled(CAUSES[flight.job.asked], seconds)
 
+    @shielded
     def reap(self) -> None:
         """Frees the source slots of flights that are done, takes failed ones back."""
         self.cache.pools.mover.finished()  # each cache looks at its own
@@ -206,6 +208,7 @@ class Flights:
         for number in [number for number, flight in self._open.items() if flight.job.state == State.DONE]:
             self._settle(number)
 
+    @shielded
     def _settle(self, number: int, freed: dict[tuple[Tier, Format], list[Tensor]] | None = None) -> Tensor:
         """Settles a flight that is done, failed or cancelled: pages [M, 2] that are lost for now.
 

@@ -34,6 +34,7 @@ from testbed.cache.moves import count, groups
 from testbed.cache.pool import CacheError
 from testbed.cache.pools import Pools, Shape
 from testbed.cache.relocate import READ_BLOCK_PAGES, compact, fill, place, relocate
+from testbed.cache.shield import shielded
 from testbed.cache.table import Tables, build_tables
 from testbed.cache.traffic import PrefetchBook, Traffic
 from testbed.decisions import Move
@@ -217,6 +218,7 @@ class PagedCache:
     # --- filling from prefill --------------------------------------------------------------------------------
 
     @torch.inference_mode()
+    @shielded
     def load(self, keys: list[Tensor], values: list[Tensor], plan: Plan, free_source: bool = False) -> list[Move]:
         """Places a prefilled context as the plan says, layer by layer.
 
@@ -275,6 +277,7 @@ class PagedCache:
     # --- plans -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
+    @shielded
     def apply(self, plan: Plan, next_tokens: int = 0) -> list[Move]:
         """Makes the plan the state of the pages, starts the moves it asks for, rebuilds the kernel's tables.
 
@@ -451,6 +454,7 @@ class PagedCache:
         self.tables_stale = True
 
     @torch.inference_mode()
+    @shielded
     def restore_pages(self, at: Tensor, k: Tensor, v: Tensor) -> None:
         """Gives pages at [M, 2] that L3 lost their content anew, on the device: k, v [M, P, D]."""
         rows = torch.full(self.state["slot"].shape, -1)
@@ -464,6 +468,7 @@ class PagedCache:
         self._rebuild()
 
     @torch.inference_mode()
+    @shielded
     def drop_pages(self, at: Tensor) -> None:
         """Gives up pages at [M, 2]."""
         gone = torch.zeros(self.state["mode"].shape, dtype=torch.bool)
@@ -556,6 +561,7 @@ class PagedCache:
         self.write_slots = self.write_offsets = self.write_pages = None
 
     @torch.inference_mode()
+    @shielded
     def settle(self) -> None:
         """Ends all moves and closes the holes they left, so that what is held is what the plan needs."""
         self.flights.drain()
@@ -573,6 +579,7 @@ class PagedCache:
         return facts(self)
 
     @torch.inference_mode()
+    @shielded
     def fork(self, own_pools: bool = False) -> PagedCache:
         """An independent sequence that goes on from here.
 
@@ -620,6 +627,7 @@ class PagedCache:
                         state["slot"][block[:, 0], block[:, 1]] = fresh.int()
 
     @torch.inference_mode()
+    @shielded
     def close(self) -> None:
         """Gives all pages back; the last sequence of its pools closes them, the page file too."""
         if self not in self.pools.users:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import errno
+import os
+import random
+import signal
+import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -16,6 +22,7 @@ from torch import Tensor
 from policies.base import Format, Mode, Tier
 from testbed.cache.mover import State
 from testbed.cache.pool import PageStore
+from testbed.cache.shield import shielded
 
 
 class Gated:
@@ -121,3 +128,56 @@ def test_a_page_that_finds_no_place_when_it_is_called_back(tmp_path: Path) -> No
     check_books(cache)
     opener.join()
     pair.close()
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_ctrl_c_leaves_no_page_half_moved(overlap: bool, tmp_path: Path) -> None:
+    """Whatever line it comes at, the plan is in force as a whole, the step can be run, and the cache closed."""
+    draw = random.Random(7)
+    for turn in range(24):
+        pair = Pair(100, l3_path=str(tmp_path), overlap=overlap)
+        cache, stores = pair.tiered, pair.tiered.pools.stores
+        tier, other = draw.sample((Tier.L1, Tier.L2, Tier.L3), 2)
+        pair.step(sent(cache, tier, cold(cache.pages)))
+        plan, left = sent(cache, other, cold(cache.pages)), draw.randrange(400)
+
+        def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
+            nonlocal left
+            if f"testbed{os.sep}cache" not in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
+                return None
+            left -= event == "line"
+            if left == 0 and event == "line":
+                signal.raise_signal(signal.SIGINT)
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            cache.apply(plan, 1)
+        except KeyboardInterrupt:
+            assert torch.equal(cache.held(1).tier, plan.tier)
+        finally:
+            sys.settrace(before)
+        check_books(cache)
+        if turn % 2:
+            ours, theirs = pair.step(plan)
+            assert torch.equal(ours, theirs)
+        pair.close()
+        assert all(store.held_bytes == 0 for store in stores.values())
+
+
+def test_a_second_ctrl_c_is_not_put_off() -> None:
+    """Should a disk hang, there is a way out."""
+    done = []
+
+    @shielded
+    def change() -> None:
+        signal.raise_signal(signal.SIGINT)
+        done.append(1)
+        signal.raise_signal(signal.SIGINT)
+        done.append(2)
+
+    with pytest.raises(KeyboardInterrupt):
+        change()
+    assert done == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
