@@ -11,7 +11,7 @@ from typing import ParamSpec, TypeVar
 
 Given = ParamSpec("Given")
 Answer = TypeVar("Answer")
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = FIRST, _ = signal.SIGINT, signal.SIGTERM
 
 
 class _Later:
@@ -42,10 +42,9 @@ def shielded(change: Callable[Given, Answer]) -> Callable[Given, Answer]:
     @functools.wraps(change)
     def whole(*args: Given.args, **kwargs: Given.kwargs) -> Answer:
         # Handlers are the main thread's affair, and within one shield another has nothing to do.
-        if threading.current_thread() is not threading.main_thread():
+        if threading.current_thread() is not threading.main_thread() or isinstance(signal.getsignal(FIRST), _Later):
             return change(*args, **kwargs)
-        wanted = [each for each in map(_Later, SIGNALS) if each.before is not None]
-        later = [each for each in wanted if not isinstance(each.before, _Later)]
+        later = [each for each in map(_Later, SIGNALS) if each.before is not None]
         for each in later:
             signal.signal(each.number, each)
         try:

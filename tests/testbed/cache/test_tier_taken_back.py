@@ -8,10 +8,10 @@ import random
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -141,7 +141,7 @@ def test_ctrl_c_leaves_no_page_half_moved(overlap: bool, tmp_path: Path) -> None
         pair.step(sent(cache, tier, cold(cache.pages)))
         plan, left = sent(cache, other, cold(cache.pages)), draw.randrange(400)
 
-        def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
             nonlocal left
             if f"testbed{os.sep}cache" not in frame.f_code.co_filename or frame.f_code.co_filename == __file__:
                 return None
