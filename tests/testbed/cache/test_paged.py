@@ -122,10 +122,10 @@ class Model:
                     k, v = before[1:] if before else (self.k[layer][head, rows], self.v[layer][head, rows])
                     changed.append(((layer, head, page), k, v))
             if changed:
-                places, *pages = zip(*changed, strict=True)
+                places, k, v = zip(*changed, strict=True)
                 fmt = self.cache.formats[code]
-                new = decode(fmt, encode(fmt, *(torch.stack(side) for side in pages)))
-                self.stored |= {place: (code, k, v) for place, k, v in zip(places, *new, strict=True)}
+                new_k, new_v = decode(fmt, encode(fmt, torch.stack(k), torch.stack(v)))
+                self.stored |= {place: (code, k, v) for place, k, v in zip(places, new_k, new_v, strict=True)}
 
     def kv(self) -> tuple[Tensor, Tensor]:
         """[L, Hk, T, D] each."""
