@@ -13,7 +13,6 @@ ROWS = "tests/testbed/cache/test_cache_rows.py::test_"
 SAVED = f"{ROWS}a_saved_cache_has_every_page_where_it_was[100]"
 CASCADE = "tests/policies/test_cascade.py::test_"
 
-SLOW = f"{FAULTS}slow_and_short_io_changes_nothing[True]"
 KEPT = f"{FLIGHT}a_source_is_kept_until_its_copy_is_done"
 FORKS = f"{LIMITS}forks_share_pages_until_one_lets_go"
 
@@ -29,7 +28,7 @@ CACHE_MUTANTS = (
     Mutant("flights-taken-back-without-their-slot", FLIGHTS, "flight.job.source_slots[which].int()",
            'cache.state["slot"][at[:, 0], at[:, 1]]', (f"{FAULTS}failing_writes_leave_pages_where_they_were",)),
     Mutant("flights-late-pages-not-waited-for", FLIGHTS, "for number in numbers if number in self._open])",
-           "for number in numbers[:0]])", (SLOW,)),
+           "for number in numbers[:0]])", (f"{FLIGHT}attention_waits_for_pages_on_their_way",)),
     # Slots.
     Mutant("slots-shared-without-a-reference", SLOTS, "slots, torch.ones(len(slots), dtype=torch.int32)",
            "slots, torch.zeros(len(slots), dtype=torch.int32)", (FORKS,)),

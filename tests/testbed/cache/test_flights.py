@@ -12,7 +12,7 @@ from tier_case import STREAMS, D, P, Pair, check_books, cold, sent
 from torch import Tensor
 
 from kernels.pages import page_format
-from policies.base import Format, Mode, Tier
+from policies.base import Format, Mode, Plan, Tier
 from testbed.cache.paged import PagedCache
 from testbed.cache.pool import PageStore
 
@@ -38,13 +38,13 @@ class Gated:
 
 
 @contextmanager
-def shut(cache: PagedCache, tier: Tier) -> Iterator[None]:
-    """What goes to or comes from a tier in compute format is on its way as long as the block lasts."""
+def shut(cache: PagedCache, tier: Tier) -> Iterator[threading.Event]:
+    """What goes to or comes from a tier in compute format waits until the block ends or the gate it gives is set."""
     stores, key = cache.pools.stores, (tier, Format.COMPUTE)
     gated = Gated(stores[key])
     stores[key] = gated  # type: ignore[assignment]
     try:
-        yield
+        yield gated.gate
     finally:
         gated.gate.set()
         stores[key] = gated.store
@@ -82,6 +82,32 @@ def test_a_source_is_kept_until_its_copy_is_done() -> None:
     pair.close()
 
 
+def fetched_early(cache: PagedCache, pages: Tensor) -> Plan:
+    """Pages [N] bool on the device, but not attended."""
+    plan = sent(cache, Tier.L1, pages)
+    plan.mode[..., : len(pages)][..., pages] = int(Mode.SKIP)
+    return plan
+
+
+def test_attention_waits_for_pages_on_their_way() -> None:
+    """Fetched early, wanted before they are there: what is attended is the pages, and the wait is counted."""
+    pair = Pair(300)
+    cache = pair.tiered
+    pages = cold(cache.pages)
+    pair.step(sent(cache, Tier.L2, pages))
+    cache.settle()
+    with shut(cache, Tier.L2) as gate:
+        pair.step(fetched_early(cache, pages))
+        opener = threading.Timer(0.2, gate.set)
+        opener.start()
+        ours, theirs = pair.step(sent(cache, Tier.L1, pages))
+        opener.join()
+    assert torch.equal(ours, theirs)
+    assert cache.traffic.prefetch["late"] == int(pages.sum()) * STREAMS
+    assert cache.traffic.stall_s["prefetch_late"] > 0
+    pair.close()
+
+
 def test_holes_close_around_pages_that_arrive() -> None:
     """A copy under way writes into the slot it was given, so compaction leaves that page alone."""
     pair = Pair(800)
@@ -90,9 +116,7 @@ def test_holes_close_around_pages_that_arrive() -> None:
     pair.step(sent(cache, Tier.L2, late))
     cache.settle()
     with shut(cache, Tier.L2):
-        plan = sent(cache, Tier.L1, late)
-        plan.mode[..., : len(late)][..., late] = int(Mode.SKIP)  # fetched early
-        pair.step(plan)
+        pair.step(fetched_early(cache, late))
         before = slots_of(cache, late)
         pair.step(sent(cache, Tier.DROPPED, gone))
         assert torch.equal(slots_of(cache, late), before)
