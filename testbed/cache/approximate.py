@@ -35,6 +35,11 @@ class Approximations:
         return 0 if self._sums is None else self._sums.nbytes
 
     @property
+    def most_sums_bytes(self) -> int:
+        """Bytes of the sums once a page is BACKGROUND."""
+        return 4 * len(self.slot) * (2 * self.head_dim + 1)
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of the prototypes and states of this sequence, on the device."""
         prototypes = int((self.slot >= 0).sum()) * self.prototypes.fmt.page_bytes

@@ -29,12 +29,13 @@ from testbed.cache.flights import Flights
 from testbed.cache.layout import TABLE_BYTES_PER_PAGE, CacheConfig
 from testbed.cache.ledger import Ledger, facts
 from testbed.cache.limits import reserve
-from testbed.cache.metadata import Metadata
+from testbed.cache.metadata import HOST_BYTES_PER_PAGE, Metadata
 from testbed.cache.moves import count, groups
 from testbed.cache.pool import CacheError
 from testbed.cache.pools import Pools, Shape
 from testbed.cache.relocate import READ_BLOCK_PAGES, compact, fill, place, relocate
 from testbed.cache.shield import shielded
+from testbed.cache.sizes import Capacities
 from testbed.cache.table import Tables, build_tables
 from testbed.cache.traffic import PrefetchBook, Traffic
 from testbed.decisions import Move
@@ -129,8 +130,9 @@ class PagedCache:
 
     @property
     def host_table_bytes(self) -> int:
-        """Bytes of metadata and of the sums behind background states."""
-        return self.metadata.host_bytes + self.approximations.sums_bytes
+        """Bytes of metadata and of the sums behind background states, whether or not they are there yet."""
+        pages = max(self.pages, self.metadata.score.shape[1])
+        return self.streams * pages * HOST_BYTES_PER_PAGE + self.approximations.most_sums_bytes
 
     @property
     def device_slack_bytes(self) -> int:
@@ -291,7 +293,7 @@ class PagedCache:
         self._grow(self.hot.pages(self.length_tokens + next_tokens))
         target = self._flat(plan)
         self._check(target, self.length_tokens + next_tokens)
-        self.flights.reap()
+        self._land()
         self._lay_out(plan.pools)
         self.metadata.note_scores(plan.score)
         state = self.state
@@ -326,6 +328,15 @@ class PagedCache:
         self._in_force(source)
         self._rebuild()
         return moves
+
+    def _land(self) -> None:
+        """Before a plan: settles what has arrived; under limits all, since what fits must not depend on timing."""
+        limits = self.pools.limits
+        if limits.l1_bytes is None and limits.l2_bytes is None and limits.l3_bytes is None:
+            self.flights.reap()
+        else:
+            self.flights.drain()
+            compact(self)
 
     def _keep_dropped(self, target: dict[str, Tensor]) -> None:
         """Pages dropped since the policy looked, as a move failed and had nowhere to go back to, stay so."""
@@ -594,7 +605,11 @@ class PagedCache:
             spot = self.config.l3_path if folder is None or Path(self.config.l3_path or "").is_dir() else str(folder)
             other.config = replace(self.config, l3_path=spot)
         other.state = {name: value.clone() for name, value in self.state.items()}
-        other._join(Pools(self.shape, other.config, self.device) if own_pools else self.pools)
+        pools = Pools(self.shape, other.config, self.device) if own_pools else self.pools
+        limits = pools.limits
+        if own_pools:  # what was held within the limits is taken over as it is, though tables have grown since
+            pools.limits = Capacities()
+        other._join(pools)
         other._take_pages(self)
         other.approximations = self.approximations.fork(other.pools.prototypes, other.pools.background)
         other.metadata, other.flights, other.traffic = self.metadata.clone(), Flights(other), Traffic()
@@ -604,6 +619,7 @@ class PagedCache:
         other._bounds = None if self._bounds is None else self._bounds.clone()
         other.first_position = self.first_position.clone()
         other._rebuild()
+        pools.limits = limits
         return other
 
     def _take_pages(self, parent: PagedCache) -> None:

@@ -223,16 +223,17 @@ def test_limits_bind_sequences_together() -> None:
     config = CacheConfig(dtype="float32", sink_tokens=16, hot_tokens=32, l2_bytes=100 * PAGE)
     pools = Pools(Shape(L, HK, D), config)
     first, second = (PagedCache(L, HK, D, config, backend="torch", pools=pools) for _ in range(2))
-    alone = second.host_budget_bytes
+    alone, empty = second.host_budget_bytes, first.host_table_bytes
     g = torch.Generator().manual_seed(0)
     k, v = ([torch.randn(HK, 200, D, generator=g) for _ in range(L)] for _ in range(2))
     plan = legal(first, Plan.dense(L, HK, 13), 200)
     first.load(k, v, plan)
     first.apply(sent(first, Tier.L2, cold(13)), 1)
     assert alone is not None
-    assert second.host_budget_bytes == alone - first.ledger().used_bytes["L2/compute"] - first.host_table_bytes
+    grown = first.host_table_bytes - empty
+    assert second.host_budget_bytes == alone - first.ledger().used_bytes["L2/compute"] - grown
     first.close()
-    assert second.host_budget_bytes == alone
+    assert second.host_budget_bytes == alone + empty
     second.close()
 
 
@@ -249,3 +250,39 @@ def test_page_table_says_what_is_known_of_a_page(tmp_path: Path) -> None:
     assert all((row["checksum"] is not None) == (row["tier"] == "L3") for row in rows)
     assert [row["core_score"] for row in rows] == pytest.approx(score[1, 2].tolist())
     pair.close()
+
+
+def test_a_fork_of_a_full_cache_is_as_full(tmp_path: Path) -> None:
+    """Pools of its own take over what was held, though tables have grown since it was placed."""
+    pair = Pair(400, l1_bytes=2_000_000, l2_bytes=40 * PAGE + 20_000, l3_path=str(tmp_path))
+    cache = pair.tiered
+    pair.step(sent(cache, Tier.L2, cold(cache.pages)))
+    cache.pools.limits = type(cache.pools.limits)(cache.pools.device_bytes, cache.pools.host_bytes - 100)
+    fork = cache.fork(own_pools=True)
+    assert fork.ledger().pages == cache.ledger().pages
+    assert fork.pools.limits == fork.config.capacities("cpu")
+    fork.close()
+    pair.close()
+
+
+def test_what_fits_does_not_depend_on_timing(tmp_path: Path) -> None:
+    """Under tight limits the same pages end in the same tiers, with copies in the background and without."""
+    seen = []
+    for overlap in (True, False):
+        pair = Pair(400, l2_bytes=60 * PAGE, l3_bytes=2 << 20, l3_path=str(tmp_path), overlap=overlap)
+        g = torch.Generator().manual_seed(5)
+        tiers = []
+        for turn in range(12):
+            width = pair.tiered.held(1).tier.shape[-1]
+            pages = cold(width) & (torch.rand(width, generator=g) < 0.6)
+            score = torch.rand(L, HK, width, generator=g)
+            plan = sent(pair.tiered, (Tier.L2, Tier.L1, Tier.L3)[turn % 3], pages, score=score)
+            dead = pair.tiered.held(1).tier == Tier.DROPPED
+            plan.tier[dead], plan.mode[dead] = int(Tier.DROPPED), int(Mode.SKIP)
+            ours, theirs = pair.step(plan)
+            assert torch.equal(ours, theirs)
+            tiers.append(pair.tiered.state["tier"].clone())
+        seen.append(tiers)
+        check_books(pair.tiered)
+        pair.close()
+    assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from policies.base import Format, Mode, Tier
 from testbed.cache.mover import State
-from testbed.cache.pool import PageStore
+from testbed.cache.pool import PageStore, SlabPool
 from testbed.cache.shield import shielded
 
 
@@ -104,9 +104,13 @@ def test_a_failed_move_is_not_taken_back_in_the_midst_of_a_plan(overlap: bool, t
     pair.close()
 
 
-def test_a_page_that_finds_no_place_when_it_is_called_back(tmp_path: Path) -> None:
-    """It left the ring and waits for the disk, and the device has no more room for it: dropped, with a warning."""
-    pair = Pair(100, l3_path=str(tmp_path), l2_bytes=1 << 13)
+def test_a_page_that_finds_no_place_when_it_is_called_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It left the ring and waits for the disk, and no memory is left for it: dropped, with a warning."""
+
+    def fail(pool: SlabPool) -> Tensor:
+        raise torch.OutOfMemoryError("out of memory")
+
+    pair = Pair(100, l3_path=str(tmp_path))
     cache, store = pair.tiered, gated(pair, Tier.L3)
     for _ in range(80):  # the workers are held up at the first pages, the last ones wait
         everything = torch.ones(cache.pages, dtype=torch.bool)  # that is not hot, so pages go there from the ring
@@ -115,7 +119,7 @@ def test_a_page_that_finds_no_place_when_it_is_called_back(tmp_path: Path) -> No
     waiting = [flight for flight in cache.flights if flight.job.state == State.QUEUED]
     assert waiting
     assert all(flight.staged for flight in waiting)
-    full_device(pair)
+    monkeypatch.setattr(SlabPool, "_slab", fail)
     page = torch.zeros(cache.pages, dtype=torch.bool)
     page[waiting[-1].at[0, 1]] = True
     opener = threading.Timer(0.3, store.gate.set)
