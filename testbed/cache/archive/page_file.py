@@ -99,7 +99,8 @@ class PageFile:
         path = Path(path)
         check_options(io, direct)
         extent = _extent_bytes(about, max_bytes)
-        if kind_of(path) == "folder":
+        kind = kind_of(path)
+        if kind == "folder":
             return PageFile(path, Header(about, extent), None, max_bytes, (io, direct), make)
         file = open_locked(path, create=True)
         try:
@@ -110,7 +111,15 @@ class PageFile:
         except BaseException:
             os.close(file)
             raise
-        opened.mark(clean=False)
+        try:
+            opened.mark(clean=False)
+        except ArchiveError:
+            if fresh:
+                os.ftruncate(file, 0)
+            if kind == "missing":
+                path.unlink()
+            opened._finalizer()
+            raise
         return opened
 
     # --- the file --------------------------------------------------------------------------------------------
@@ -166,8 +175,10 @@ class PageFile:
             ArchiveError: the disk refused.
         """
         self.header = replace(self.header, clean=clean)
+        packed, done = self.header.packed(), 0
         try:
-            os.pwrite(self.file, self.header.packed(), 0)
+            while done < len(packed):  # a disk that fills up in the midst of it says so the second time
+                done += os.pwrite(self.file, packed[done:], done)
         except OSError as error:
             raise ArchiveError(f"can't write {self.path}: {error.strerror}{HINTS.get(error.errno or 0, '')}") from error
 
@@ -256,6 +267,10 @@ class PageFile:
         except OSError as error:
             hint = HINTS.get(error.errno or 0, "")
             raise PoolFull(f"{wanted} bytes more in {self.path}: {error.strerror or error}{hint}") from error
+        except ArchiveError as error:
+            if self.closed:
+                raise
+            raise PoolFull(str(error)) from error  # not even made: the disk is full to the last block, the folder gone
         self._see(int(extents.max()) + 1)
         self._claimed[extents] = self._occupied[extents] = True
 

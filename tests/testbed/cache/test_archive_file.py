@@ -5,13 +5,15 @@ from __future__ import annotations
 import gc
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from testbed.cache.archive import ArchiveAbout, ArchiveError, CorruptPages, FilePool, PageFile, check_archive, system
 from testbed.cache.archive.header import HEADER_BYTES, Header
+from testbed.cache.pool import PoolFull
 
 HERE = str(Path(__file__).parent)
 FMT = FORMATS["int8"]
@@ -396,7 +399,7 @@ def test_places_that_no_file_can_be_in(tmp_path: Path, place: Callable[[Path], P
     with pytest.raises(ArchiveError, match=says) as caught:
         check_archive(path)
     assert str(caught.value).startswith(f"cache.l3_path={path}: ")
-    with pytest.raises(ArchiveError):
+    with pytest.raises((ArchiveError, PoolFull)):
         FilePool(FMT, open_file(path)).allocate(1)
     assert sorted(tmp_path.iterdir()) == before
 
@@ -417,7 +420,7 @@ def test_what_permissions_forbid() -> None:
         try:
             for path in (folder, file, folder / "pages.kv", hidden / "pages.kv"):
                 for attempt in (lambda path=path: check_archive(path), lambda path=path: written(path)):
-                    with pytest.raises(ArchiveError, match="Permission denied") as caught:
+                    with pytest.raises((ArchiveError, PoolFull), match="Permission denied") as caught:
                         attempt()
                     assert str(path) in str(caught.value)
         finally:
@@ -486,3 +489,49 @@ def test_descriptions_that_no_header_takes(change: dict[str, object], says: str)
 def test_the_longest_description_fits() -> None:
     about = ArchiveAbout("\N{GRINNING FACE}" * 256, 9999, 9999, 9999, 64, {f"format{i}": 1 << 20 for i in range(9)})
     assert len(Header(about, 1 << 20).packed()) == HEADER_BYTES
+
+
+@contextmanager
+def no_file_beyond(size_bytes: int) -> Iterator[None]:
+    """The system lets no file grow further, as a full disk would."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("room_bytes", [0, 1000])
+def test_a_disk_without_room_for_a_header_is_a_full_tier(tmp_path: Path, room_bytes: int) -> None:
+    """The file of a folder is made in the midst of a run, where pages can still go elsewhere; later there is room."""
+    with closing(open_file(tmp_path)) as file:
+        pools = pools_of(file)
+        with no_file_beyond(room_bytes), pytest.raises(PoolFull, match="File too large"):
+            pools["int8"].allocate(3)
+        assert pools["int8"].used_pages == 0
+        slots, blobs = pools["int8"].allocate(3), blobs_of(3, FORMATS["int8"], 0)
+        pools["int8"].write(slots, blobs)
+        assert torch.equal(pools["int8"].read(slots), blobs)
+
+
+def test_a_folder_that_is_gone_is_a_full_tier(tmp_path: Path) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    with closing(open_file(folder)) as file:
+        pools = pools_of(file)
+        folder.rmdir()
+        with pytest.raises(PoolFull, match=f"can't make a page file in {folder}"):
+            pools["int8"].allocate(3)
+
+
+@pytest.mark.parametrize("there", [True, False])
+@pytest.mark.parametrize("room_bytes", [0, 1000])
+def test_a_kept_file_that_can_not_be_begun_leaves_nothing(tmp_path: Path, there: bool, room_bytes: int) -> None:
+    path = tmp_path / "pages.kv"
+    if there:
+        path.touch()
+    with no_file_beyond(room_bytes), pytest.raises(ArchiveError, match=f"can't write {path}: File too large"):
+        open_file(path)
+    assert [file.stat().st_size for file in tmp_path.iterdir()] == [0] * there
+    open_file(path).close()
