@@ -10,6 +10,7 @@ BLOCKS = "tests/kernels/test_exactness.py::test_a_stream_of_many_blocks"
 TRITON = "tests/kernels/test_exactness.py::test_every_mode_in_triton"
 HALF_STEP = "tests/kernels/test_pages.py::test_no_element_is_off_by_more_than_half_a_step"
 UPKEEP = "tests/kernels/test_upkeep.py::test_equal_to_doing_it_one_by_one"
+TRANSCODE = "tests/kernels/test_transcode.py::test_equals_decode_and_encode"
 MANY_PAGES = "tests/kernels/test_scoring.py::test_the_best_of_many_pages"
 BOUNDS = "tests/kernels/test_scoring.py::test_the_bound_holds_for_every_key"
 
@@ -75,7 +76,7 @@ MUTANTS = (
     # Pages, merge, scores, approximations.
     Mutant("pages-step-too-small", PAGES, "step_unit).ceil()", "step_unit).floor()", (HALF_STEP,)),
     Mutant("pages-zero-point-too-high", PAGES, "zero_unit).floor()", "zero_unit).ceil()", (HALF_STEP,)),
-    Mutant("pages-nibbles-swapped", PAGES, "[codes & 15, codes >> 4]", "[codes >> 4, codes & 15]", (HALF_STEP,)),
+    Mutant("pages-nibbles-swapped", PAGES, "[codes & 15, codes >> 4]", "[codes >> 4, codes & 15]", (TRANSCODE,)),
     Mutant(
         "merge-weights-not-normalised", "kernels/state.py", "0.0, weight / total)", "0.0, weight)",
         ("tests/kernels/test_state.py::test_closed_form",),

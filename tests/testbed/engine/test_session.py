@@ -149,7 +149,7 @@ def test_budget_is_kept_at_every_step(name: str, fraction: float) -> None:
     for part in (text(TURN, 1), text(3, 2)):
         session.extend(part)
         check()
-    for token in text(24, 3):  # more than a page
+    for token in text(18, 3):  # more than a page
         session.step(token)
         check()
     assert max(seen) > 0.4  # and the bytes granted are used
