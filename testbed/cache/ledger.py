@@ -105,7 +105,7 @@ def _held(cache: PagedCache) -> dict[str, int]:
     pools = cache.pools
     held = {tier.name: pools.held_bytes(tier) for tier in Tier if tier != Tier.DROPPED}
     held["L1"] += cache.device_table_bytes
-    held["L2"] += cache.host_table_bytes
+    held["L2"] += cache.metadata.host_bytes + cache.approximations.sums_bytes  # what is there, nothing set aside
     return held
 
 
