@@ -53,7 +53,9 @@ def _take(
     # Slots that are only kept until copies out of this tier are done may be all that is missing.
     if cache.flights.source_bytes().get(tier, 0):
         cache.flights.free_sources()
-    at = at[cache.metadata.score[at[:, 0], at[:, 1]].argsort(descending=True, stable=True)]
+    worth = cache.metadata.score[at[:, 0], at[:, 1]]
+    worth = worth.masked_fill(worth.isnan(), -torch.inf)  # what is not a number sorts before all others
+    at = at[worth.argsort(descending=True, stable=True)]
     taken = _as_many(cache, tier, code, arena, len(at))
     slots[at[: len(taken), 0], at[: len(taken), 1]] = taken
     if len(taken) < len(at):

@@ -372,17 +372,28 @@ class PagedCache:
             )
 
     def _flat(self, plan: Plan) -> dict[str, Tensor]:
-        """The plan as [S, N] tensors of our own."""
-        shape = (self.streams, self.state["mode"].shape[1])
-        out = {}
-        for name in (*NAMES, "score"):
+        """The plan as [S, N] tensors of our own.
+
+        Raises:
+            CacheError: another shape than the cache's, or codes that mean nothing.
+        """
+        shape, out = (self.layers, self.kv_heads, self.state["mode"].shape[1]), {}
+        for name, codes in (("mode", Mode), ("format", Format), ("tier", Tier), ("score", None)):
             value = getattr(plan, name)
             if value is None:
                 continue
-            if value.numel() != shape[0] * shape[1]:
-                raise CacheError(f"plan.{name} has shape {tuple(value.shape)}, the cache has {shape} streams x pages")
-            if name != "score":
-                out[name] = value.reshape(shape).to("cpu", torch.int8).clone()
+            if tuple(value.shape) != shape:
+                raise CacheError(
+                    f"plan.{name} has shape {tuple(value.shape)}, the cache has {shape}: layers, heads, pages"
+                )
+            if codes is None:
+                continue
+            if value.numel() and not 0 <= value.min() <= value.max() < len(codes):
+                known = ", ".join(f"{code.value} {code.name}" for code in codes)
+                raise CacheError(f"plan.{name} has codes of {value.min()} to {value.max()}: must be of {known}")
+            out[name] = value.reshape(self.streams, shape[2]).to("cpu", torch.int8).clone()
+        if plan.pools is not None and tuple(plan.pools.arena.shape) != shape[:2]:
+            raise CacheError(f"plan.pools.arena has shape {tuple(plan.pools.arena.shape)}, the cache has {shape[:2]}")
         gone = out["tier"] == Tier.DROPPED  # a dropped page keeps no format, so that nothing counts as a change
         out["format"][gone] = self.state["format"][gone]
         return out

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from tier_case import CONFIG, HK, STREAMS, D, L, P, Pair, check_books, cold, legal, sent
+from torch import Tensor
 
 from kernels.pages import page_format
 from policies.base import Format, Mode, Plan, PoolLayout, Tier
@@ -286,3 +289,46 @@ def test_what_fits_does_not_depend_on_timing(tmp_path: Path) -> None:
         check_books(pair.tiered)
         pair.close()
     assert all(torch.equal(a, b) for a, b in zip(*seen, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "harm", "said"),
+    [
+        ("mode", lambda x: x.index_fill(2, torch.tensor([5]), 4), r"plan.mode has codes of 1 to 4: must be of 0 SKIP"),
+        (
+            "format",
+            lambda x: x.index_fill(2, torch.tensor([5]), 3),
+            r"plan.format has codes of 0 to 3: must be of 0 COMPUTE",
+        ),
+        ("tier", lambda x: x.index_fill(2, torch.tensor([5]), -1), r"plan.tier has codes of -1 to 1: must be of 0 L0"),
+        ("tier", lambda x: x.transpose(0, 1), r"plan.tier has shape \(3, 2, \d+\), the cache has \(2, 3, \d+\)"),
+        ("score", lambda x: x.float().flatten(), r"plan.score has shape \(\d+,\), the cache has \(2, 3, \d+\)"),
+        ("pools", lambda x: PoolLayout(x[..., 0].T, (4, 4)), r"plan.pools.arena has shape \(3, 2\), .* \(2, 3\)"),
+    ],
+)
+def test_plans_that_mean_nothing_change_nothing(name: str, harm: Callable[[Tensor], object], said: str) -> None:
+    pair = Pair(300)
+    cache = pair.tiered
+    plan = sent(cache, Tier.L1, cold(cache.pages))
+    harmed = replace(plan, **{name: harm(plan.tier if name in ("score", "pools") else getattr(plan, name))})
+    with pytest.raises(CacheError, match=said):
+        cache.apply(harmed, 1)
+    check_books(cache)
+    ours, theirs = pair.step(plan)
+    assert torch.equal(ours, theirs)
+    pair.close()
+
+
+def test_a_score_that_is_no_number_is_the_least(tmp_path: Path) -> None:
+    """Where L2 has room for some only, the pages that a policy could not score go on to L3."""
+    pair = Pair(400, l3_path=str(tmp_path), l2_bytes=100_000)
+    cache = pair.tiered
+    pages = cold(cache.pages)
+    score = torch.ones(cache.held(1).tier.shape)
+    score[..., ::2] = torch.nan
+    ours, theirs = pair.step(sent(cache, Tier.L2, pages, score=score))
+    assert torch.equal(ours, theirs)
+    tier, known = cache.state["tier"][:, : len(pages)][:, pages], score.flatten(0, 1)[:, : len(pages)][:, pages] == 1
+    assert 0 < int((tier == Tier.L2).sum()) <= int(known.sum())
+    assert (tier[~known] == Tier.L3).all()
+    pair.close()
