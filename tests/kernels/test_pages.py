@@ -56,7 +56,7 @@ def test_float_pages_hold_exactly_the_cast(
     k, v = keys(9, page_tokens, head_dim), keys(9, page_tokens, head_dim, 1)
     k[0, 0, :4] = torch.tensor([1e-7, -1e-6, 0.0, 60000.0])
     fmt = page_format(name, page_tokens, head_dim)
-    got_k, got_v = decode(fmt, encode(fmt, k, v, backend))
+    got_k, got_v = decode(fmt, encode(fmt, k, v, backend), backend=backend)
     assert torch.equal(got_k, k.to(dtype).float())
     assert torch.equal(got_v, v.to(dtype).float())
 
@@ -68,7 +68,7 @@ def test_no_element_is_off_by_more_than_half_a_step(name: str, page_tokens: int,
     k, v = keys(9, page_tokens, head_dim), keys(9, page_tokens, head_dim, 1)
     fmt = page_format(name, page_tokens, head_dim)
     blobs = encode(fmt, k, v, backend)
-    got_k, got_v = decode(fmt, blobs)
+    got_k, got_v = decode(fmt, blobs, backend=backend)
     arrays = views(fmt, blobs)
     k_step = arrays["k_scale"].float() * arrays["header"][:, 0:1]
     v_step = arrays["v_scale"].float() * arrays["header"][:, 3:4]
@@ -85,7 +85,7 @@ def test_no_element_is_off_by_more_than_half_a_step(name: str, page_tokens: int,
 def test_encoders_agree(name: str) -> None:
     k, v = keys(200, 16, 64), keys(200, 16, 64, 1)
     fmt = page_format(name, 16, 64)
-    one, other = (decode(fmt, encode(fmt, k, v, backend)) for backend in ("torch", "cpu"))
+    one, other = (decode(fmt, encode(fmt, k, v, backend), backend=backend) for backend in ("torch", "cpu"))
     for a, b in zip(one, other, strict=True):
         steps = 0.0 if fmt.is_float else float((k.amax() - k.amin()) / LEVELS[name])
         assert (a - b).abs().max() <= steps
