@@ -111,6 +111,7 @@ class Approximations:
 
     def _write_background(self, sums: Tensor, mode: Tensor) -> int:
         used = sums[:, 2 * self.head_dim] > 0.5  # a whole number of tokens, so never near the bound
+        sums[~used] = 0.0  # what rounding left, or a page of numbers that are none
         held = self.background_slot >= 0
         self.background.free(self.background_slot[held & ~used].long())
         self.background_slot[held & ~used] = -1
@@ -144,13 +145,13 @@ class Approximations:
         """The same in other pools, or in the same ones, where prototypes, which never change, are shared."""
         other = Approximations(len(self.slot), self.head_dim, prototypes, background)
         other.slot, other.background_slot = self.slot.clone(), self.background_slot.clone()
+        held = self.background_slot >= 0  # first, since a pool that is full refuses before anything is taken
+        other.background_slot[held] = _copied(self.background, background, self.background_slot[held])
         held = self.slot >= 0
         if prototypes is self.prototypes:
             prototypes.share(self.slot[held].long())
         else:
             other.slot[held] = _copied(self.prototypes, prototypes, self.slot[held])
-        held = self.background_slot >= 0
-        other.background_slot[held] = _copied(self.background, background, self.background_slot[held])
         other._sums = None if self._sums is None else self._sums.clone()
         return other
 

@@ -25,13 +25,13 @@ from kernels.pages import decode, encode
 from policies.base import Format, Mode, PageBytes, Plan, PoolLayout, Tier
 from testbed.cache.approximate import Approximations
 from testbed.cache.archive import ArchiveError, CorruptPages
-from testbed.cache.flights import Flights
+from testbed.cache.flights import Flights, LostPages
 from testbed.cache.layout import TABLE_BYTES_PER_PAGE, CacheConfig
 from testbed.cache.ledger import Ledger, facts
 from testbed.cache.limits import reserve
 from testbed.cache.metadata import HOST_BYTES_PER_PAGE, Metadata
 from testbed.cache.moves import count, groups
-from testbed.cache.pool import CacheError
+from testbed.cache.pool import CacheError, PoolFull
 from testbed.cache.pools import Pools, Shape
 from testbed.cache.relocate import READ_BLOCK_PAGES, compact, fill, place, relocate
 from testbed.cache.shield import shielded
@@ -608,6 +608,10 @@ class PagedCache:
         Args:
             own_pools: a whole copy with memory, limits and page file of its own; else pages are shared until one of
                 the two lets go of them, and the limits bind both together.
+
+        Raises:
+            LostPages: pages to be copied can't be had from the archive; nothing has changed.
+            PoolFull: cache.l1_bytes has no room for the recent window of one more; nothing has changed.
         """
         self.flights.drain()
         other = copy.copy(self)
@@ -620,10 +624,15 @@ class PagedCache:
         limits = pools.limits
         if own_pools:  # what was held within the limits is taken over as it is, though tables have grown since
             pools.limits = Capacities()
-        other._join(pools)
-        other._take_pages(self)
-        other.approximations = self.approximations.fork(other.pools.prototypes, other.pools.background)
         other.metadata, other.flights, other.traffic = self.metadata.clone(), Flights(other), Traffic()
+        other._join(pools)
+        try:
+            other.approximations = self.approximations.fork(other.pools.prototypes, other.pools.background)
+            other._take_pages(self, limits)
+        except BaseException:
+            other.pools.stores[Tier.L0, Format.COMPUTE].free(other.hot_slots)
+            other.pools.leave(other)
+            raise
         other.prefetches = self.prefetches.clone(other.traffic)
         other.flights.grow(self.state["mode"].shape[1])
         other.kernel_calls = Counter()
@@ -633,7 +642,7 @@ class PagedCache:
         pools.limits = limits
         return other
 
-    def _take_pages(self, parent: PagedCache) -> None:
+    def _take_pages(self, parent: PagedCache, limits: Capacities) -> None:
         """The parent's pages as our own: the ring as a copy, what can't change by reference or as a copy."""
         state = self.state
         ring = (Tier.L0, Format.COMPUTE)
@@ -648,10 +657,40 @@ class PagedCache:
             else:
                 for arena, part in self.by_arena(group, tier):
                     for block in part.split(READ_BLOCK_PAGES):
-                        blobs = theirs.read(state["slot"][block[:, 0], block[:, 1]].long())
-                        fresh = mine.allocate(len(block), arena)
-                        mine.write(fresh, blobs)
-                        state["slot"][block[:, 0], block[:, 1]] = fresh.int()
+                        self._copy_pages(parent, (tier, code), arena, block, limits)
+
+    def _copy_pages(
+        self, parent: PagedCache, where: tuple[Tier, Format], arena: int, at: Tensor, limits: Capacities
+    ) -> None:
+        """Pages at [M, 2] of the parent into pools of our own; a disk without room costs them their place there."""
+        store, slots = self.pools.stores[where], self.state["slot"][at[:, 0], at[:, 1]].long()
+        try:
+            blobs = parent.pools.stores[where].read(slots)
+        except CorruptPages as error:
+            raise LostPages(at[torch.isin(slots, error.slots)], str(error)) from error
+        except ArchiveError as error:
+            raise LostPages(at, str(error)) from error
+        try:
+            fresh = store.allocate(len(at), arena)
+        except PoolFull as full:
+            if where[0] != Tier.L3:
+                raise
+            self.traffic.warn(f"L3 full: {len(at)} pages of a fork find no room there ({full})")
+            self._place_within(limits, at, where[1], blobs)
+            return
+        self.state["slot"][at[:, 0], at[:, 1]] = fresh.int()
+        try:
+            store.write(fresh, blobs)
+        except ArchiveError as error:
+            store.free(fresh)
+            self.flights.note_failure("write", error)
+            self._place_within(limits, at, where[1], blobs)
+
+    def _place_within(self, limits: Capacities, at: Tensor, code: Format, blobs: Tensor) -> None:
+        """Pages at [M, 2] into L2 or nowhere, by the limits that hold when nothing is taken over."""
+        lifted, self.pools.limits = self.pools.limits, limits
+        place(self, at, code, blobs, (Tier.L2,), self.state)
+        self.pools.limits = lifted
 
     @torch.inference_mode()
     @shielded

@@ -20,7 +20,7 @@ from testbed.cache.archive.io import make_engine
 from testbed.cache.archive.page_file import EngineMaker
 from testbed.cache.layout import CacheConfig, Hot
 from testbed.cache.mover import Mover
-from testbed.cache.pool import CacheError, PageStore, SlabPool
+from testbed.cache.pool import CacheError, PageStore, PoolFull, SlabPool
 
 if TYPE_CHECKING:
     from testbed.cache.paged import PagedCache
@@ -229,7 +229,13 @@ class Pools:
         """A sequence begins to use the pools: its L0 slots [S * pages] int64."""
         if cache.shape != self.shape or cache.config != self.config or cache.device != self.device:
             raise CacheError(f"a cache of {cache.shape} and {cache.config} can't share pools of {self.shape}")
-        slots = self.stores[Tier.L0, Format.COMPUTE].allocate(self.shape.streams * self.hot.stream_pages)
+        try:
+            slots = self.stores[Tier.L0, Format.COMPUTE].allocate(self.shape.streams * self.hot.stream_pages)
+        except PoolFull as full:
+            size, count = self.config.l1_bytes, len(self.users) + 1
+            raise PoolFull(
+                f"cache.l1_bytes={size!r}: no room for sinks and recent window of {count} sequences: {full}"
+            ) from full
         self.users.append(cache)
         return slots
 

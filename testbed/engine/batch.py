@@ -24,15 +24,13 @@ from testbed.cache.flights import LostPages
 from testbed.cache.layout import CacheConfig
 from testbed.cache.pool import CacheError
 from testbed.cache.pools import Pools, Shape
-from testbed.engine.lost import recover
+from testbed.engine.lost import MOST_RECOVERIES, recover
 from testbed.engine.prefill import check_length
 from testbed.engine.signals import StepView
 from testbed.models.base import Decoder, Logits
 
 if TYPE_CHECKING:
     from testbed.engine.session import Session
-
-MOST_RECOVERIES = 3  # of one run; the pages of the first are on the device at the second
 
 
 def model_id(decoder: Decoder) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -12,6 +13,23 @@ from testbed.engine.prefill import DenseKV
 
 if TYPE_CHECKING:
     from testbed.engine.session import Session
+
+Answer = TypeVar("Answer")
+MOST_RECOVERIES = 3  # of one run; the pages of the first are on the device at the second
+
+
+def mended(session: Session, act: Callable[[], Answer]) -> Answer:
+    """What `act` answers, run again once pages it found lost are recovered.
+
+    Raises:
+        CacheError: cache.on_lost=error, or pages are lost again and again.
+    """
+    for _ in range(MOST_RECOVERIES):
+        try:
+            return act()
+        except LostPages as lost:
+            recover(session, lost)
+    return act()
 
 
 def recover(session: Session, lost: LostPages) -> None:

@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from policies.base import Policy
-from testbed.cache.flights import LostPages
 from testbed.cache.saved import Reader, SavedError, writing
 from testbed.cache.snapshot import Pins, load_cache, save_cache, unpin
-from testbed.engine.batch import MOST_RECOVERIES, model_id
+from testbed.engine.batch import model_id
 from testbed.engine.idle import Idle
-from testbed.engine.lost import recover
+from testbed.engine.lost import mended
 from testbed.engine.story import Story
 
 if TYPE_CHECKING:
@@ -63,14 +62,7 @@ def identity(decoder: Decoder, policy: Policy, config: SessionConfig) -> dict[st
 
 def save(session: Session, path: Path, in_place: bool) -> Pins:
     """Writes a session; see `Session.save`."""
-    for last_try in (*[False] * MOST_RECOVERIES, True):
-        try:
-            return _save(session, path, in_place)
-        except LostPages as lost:
-            if last_try:
-                raise
-            recover(session, lost)
-    raise AssertionError("the last try either returns or raises")
+    return mended(session, lambda: _save(session, path, in_place))
 
 
 def _save(session: Session, path: Path, in_place: bool) -> Pins:

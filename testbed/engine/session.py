@@ -27,6 +27,7 @@ from testbed.decisions import DecisionLog, Header, ModelShape, Move, Step
 from testbed.engine import saved
 from testbed.engine.batch import Batch, model_id, run_together
 from testbed.engine.idle import Idle, parked
+from testbed.engine.lost import mended
 from testbed.engine.prefill import DenseKV, check_length, prefill
 from testbed.engine.signals import Observed, SignalContext, SignalSource, StepView, build_sources
 from testbed.engine.signals.role import UNKNOWN
@@ -196,8 +197,9 @@ class Session:
             own_pools: copy every page into memory with limits of its own, so that neither binds the other; else
                 pages are shared until one of the two lets go of them.
         """
+        cache = mended(self, lambda: self.cache.fork(own_pools))
         other = copy.copy(self)
-        other.cache = self.cache.fork(own_pools)
+        other.cache = cache
         other.sources = {name: source.fork() for name, source in self.sources.items()}
         other._story = self._story.fork()
         other._pins = []  # a saved file is the affair of whoever saved it
