@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Format, Mode, Tier
+from testbed.cache.budgets import device_slack_bytes
 from testbed.cache.layout import TABLE_BYTES_PER_PAGE
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def _alone(cache: PagedCache, pages: Mapping[tuple[Tier, Format], int], used: Ma
     held = {tier.name: 0 for tier in Tier if tier != Tier.DROPPED}
     for name, count in used.items():
         held[name.split("/")[0]] += count
-    held["L1"] += cache.device_slack_bytes
+    held["L1"] += device_slack_bytes(cache)
     for code in Format:
         held["L2"] += -pages.get((Tier.L2, code), 0) % cache.config.slab_pages * cache.formats[code].page_bytes
     return held

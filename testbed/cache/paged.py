@@ -9,12 +9,9 @@ Whatever changes a cache runs in inference mode, since a tensor that was made in
 
 from __future__ import annotations
 
-import copy
-import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,22 +22,21 @@ from kernels.pages import decode, encode
 from policies.base import Format, Mode, PageBytes, Plan, PoolLayout, Tier
 from testbed.cache.approximate import Approximations
 from testbed.cache.archive import ArchiveError, CorruptPages
-from testbed.cache.flights import Flights, LostPages
+from testbed.cache.flights import Flights
+from testbed.cache.forking import fork
 from testbed.cache.layout import TABLE_BYTES_PER_PAGE, CacheConfig
 from testbed.cache.ledger import Ledger, facts
-from testbed.cache.limits import reserve
+from testbed.cache.loading import load
 from testbed.cache.metadata import HOST_BYTES_PER_PAGE, Metadata
 from testbed.cache.moves import count, groups
-from testbed.cache.pool import CacheError, PoolFull
+from testbed.cache.plans import NAMES, check, flatten, keep_dropped
+from testbed.cache.pool import CacheError
 from testbed.cache.pools import Pools, Shape
-from testbed.cache.relocate import READ_BLOCK_PAGES, compact, fill, place, relocate
+from testbed.cache.relocate import READ_BLOCK_PAGES, compact, place, relocate
 from testbed.cache.shield import shielded
-from testbed.cache.sizes import Capacities
 from testbed.cache.table import Tables, build_tables
 from testbed.cache.traffic import PrefetchBook, Traffic
 from testbed.decisions import Move
-
-NAMES = ("mode", "format", "tier")
 
 
 @dataclass(frozen=True)
@@ -134,57 +130,10 @@ class PagedCache:
         pages = max(self.pages, self.metadata.score.shape[1])
         return self.streams * pages * HOST_BYTES_PER_PAGE + self.approximations.most_sums_bytes
 
-    @property
-    def device_slack_bytes(self) -> int:
-        """Bytes of free slots in the blocks that the device's pages fill; what a budget must leave room for.
-
-        From the page table alone, so that it does not depend on how far moves are.
-        """
-        slack = 0
-        tier, fmt = self.state["tier"], self.state["format"]
-        grid = (int(self.arena.max()) + 1, len(Format), len(Tier))
-        key = self.arena.to(torch.int16).unsqueeze(1) * (grid[1] * grid[2]) + (fmt * grid[2] + tier)
-        counts = torch.bincount(key.flatten(), minlength=math.prod(grid)).view(grid)
-        for arena, code in torch.cartesian_prod(torch.arange(grid[0]), torch.arange(grid[1])).tolist():
-            pool = self.pools.level_1(Format(code))
-            pages = int(counts[arena, code, Tier.L1])
-            slack += -pages % pool.slots.block_pages(arena) * pool.fmt.page_bytes
-        for slots, pool in (
-            (self.approximations.slot, self.pools.prototypes),
-            (self.approximations.background_slot, self.pools.background),
-        ):
-            slack += -int((slots >= 0).sum()) % pool.slab_pages * pool.fmt.page_bytes
-        return slack
-
     def slots_in(self, tier: Tier, code: Format) -> Tensor:
         """Slots [M] int64 of the pages of a tier and format."""
         here = (self.state["tier"] == tier) & (self.state["format"] == code)
         return self.state["slot"][here].long()
-
-    @property
-    def reserved_device_bytes(self) -> int:
-        """Bytes on the device that are not for this sequence's pages: slack, and what the others sharing it hold."""
-        return self.device_slack_bytes + self.pools.others_bytes(self, (Tier.L0, Tier.L1))
-
-    @property
-    def host_budget_bytes(self) -> int | None:
-        """Most bytes that pages may take in L2; None = no limit."""
-        limit = self.pools.limits.l2_bytes
-        if limit is None:
-            return None
-        slack = sum(
-            -len(self.slots_in(Tier.L2, code)) % self.config.slab_pages * fmt.page_bytes
-            for code, fmt in self.formats.items()
-        )
-        return max(0, limit - self.host_table_bytes - slack - self.pools.others_bytes(self, (Tier.L2,)))
-
-    @property
-    def archive_budget_bytes(self) -> int | None:
-        """Most bytes that pages may take in L3; None = no limit, 0 once it is switched off."""
-        if self.pools.archive_off:
-            return 0
-        limit = self.pools.limits.l3_bytes
-        return None if limit is None else max(0, limit - self.pools.others_bytes(self, (Tier.L3,)))
 
     def held(self, next_tokens: int = 0) -> Plan:
         """The plan in force, with pages for the next tokens as dense: [L, Hk, N]."""
@@ -222,59 +171,8 @@ class PagedCache:
     @torch.inference_mode()
     @shielded
     def load(self, keys: list[Tensor], values: list[Tensor], plan: Plan, free_source: bool = False) -> list[Move]:
-        """Places a prefilled context as the plan says, layer by layer.
-
-        keys, values: per layer [Hk, T, D] in cache dtype. With `free_source` each layer's entry is emptied once
-        placed, so that memory peaks at the context plus one layer.
-        """
-        if self.length_tokens:
-            raise CacheError("load fills an empty cache only")
-        self.length_tokens = keys[0].shape[1]
-        self._grow(self.pages)
-        target = self._flat(plan)
-        self._check(target, self.length_tokens)
-        self._lay_out(plan.pools)
-        self.metadata.note_scores(plan.score)
-        slots = self.state["slot"].long()
-        outside = (target["tier"] != Tier.L0) & (target["tier"] != Tier.DROPPED)
-        reserve(self, outside.nonzero(), target, slots)
-        refused = 0
-        for layer in range(self.layers):
-            k, v = (self._paged(side[layer]) for side in (keys, values))
-            rows = slice(layer * self.kv_heads, (layer + 1) * self.kv_heads)
-            if self._bounds is not None:
-                self._set_bounds(rows, keys[layer])
-            at = (target["tier"][rows] != Tier.DROPPED).nonzero()
-            at[:, 0] += rows.start
-            flat_k, flat_v = k[at[:, 0] - rows.start, at[:, 1]], v[at[:, 0] - rows.start, at[:, 1]]
-            fill(self, at, flat_k, flat_v, target, slots)
-            refused += self.approximations.update(at, flat_k, flat_v, target["mode"], torch.zeros_like(target["mode"]))
-            if free_source:
-                keys[layer] = values[layer] = torch.empty(0)
-        for name in NAMES:
-            self.state[name] = target[name]
-        self._settle_approximations(target, refused)
-        self.metadata.note_access(target["mode"])
-        self.tables = build_tables(self)
-        return self._moves_of_load(target)
-
-    def _paged(self, x: Tensor) -> Tensor:
-        """[Hk, T, D] -> [Hk, N, P, D], the last page padded with zeros."""
-        pad = self.pages * self.config.page_tokens - x.shape[1]
-        return torch.nn.functional.pad(x, (0, 0, 0, pad)).unflatten(1, (self.pages, self.config.page_tokens))
-
-    def _set_bounds(self, rows: slice, k: Tensor) -> None:
-        assert self._bounds is not None
-        pad = self.pages * self.config.page_tokens - k.shape[1]
-        shape = (self.pages, self.config.page_tokens)
-        # The last page repeats its last key, so that padding moves no bound.
-        padded = torch.cat((k, k[:, -1:].expand(-1, pad, -1)), dim=1).unflatten(1, shape)
-        self._bounds[0, rows], self._bounds[1, rows] = padded.amin(2), padded.amax(2)
-
-    def _moves_of_load(self, target: dict[str, Tensor]) -> list[Move]:
-        zero = torch.zeros_like(target["tier"])
-        source = {"tier": zero + int(Tier.L1), "format": zero + int(Format.COMPUTE)}
-        return count(source, target, self.formats)
+        """Places a prefilled context as the plan says; see `loading.load`."""
+        return load(self, keys, values, plan, free_source)
 
     # --- plans -----------------------------------------------------------------------------------------------
 
@@ -291,13 +189,13 @@ class PagedCache:
         """
         first_new = self.state["mode"].shape[1]
         self._grow(self.hot.pages(self.length_tokens + next_tokens))
-        target = self._flat(plan)
-        self._check(target, self.length_tokens + next_tokens)
+        target = flatten(self, plan)
+        check(self, target, self.length_tokens + next_tokens)
         self._land()
         self._lay_out(plan.pools)
         self.metadata.note_scores(plan.score)
         state = self.state
-        self._keep_dropped(target)
+        keep_dropped(self, target)
         source = {name: state[name].clone() for name in NAMES}
         changed = self._changed(target)
         if not bool(changed.any()) and torch.equal(target["mode"], state["mode"]):
@@ -308,7 +206,7 @@ class PagedCache:
         # A flight that is taken back here changes where its pages are, so all that must end do so first.
         touched = self.approximations.lacking(target["mode"], state["mode"])
         self.flights.resolve((changed | touched) & (self.flights.pending > 0))
-        self._keep_dropped(target)
+        keep_dropped(self, target)
         changed = self._changed(target)
         touched = self.approximations.lacking(target["mode"], state["mode"])
         refused = 0
@@ -338,12 +236,6 @@ class PagedCache:
             self.flights.drain()
             compact(self)
 
-    def _keep_dropped(self, target: dict[str, Tensor]) -> None:
-        """Pages dropped since the policy looked, as a move failed and had nowhere to go back to, stay so."""
-        gone = self.state["tier"] == Tier.DROPPED
-        target["tier"][gone], target["mode"][gone] = int(Tier.DROPPED), int(Mode.SKIP)
-        target["format"][gone] = self.state["format"][gone]
-
     def _changed(self, target: dict[str, Tensor]) -> Tensor:
         """[S, N] bool: pages whose tier or format the target changes."""
         return (target["tier"] != self.state["tier"]) | (target["format"] != self.state["format"])
@@ -370,52 +262,6 @@ class PagedCache:
             self.traffic.warn(
                 f"L1 full: {refused} pages skipped that wanted prototypes, {streams} streams without background"
             )
-
-    def _flat(self, plan: Plan) -> dict[str, Tensor]:
-        """The plan as [S, N] tensors of our own.
-
-        Raises:
-            CacheError: another shape than the cache's, or codes that mean nothing.
-        """
-        shape, out = (self.layers, self.kv_heads, self.state["mode"].shape[1]), {}
-        for name, codes in (("mode", Mode), ("format", Format), ("tier", Tier), ("score", None)):
-            value = getattr(plan, name)
-            if value is None:
-                continue
-            if tuple(value.shape) != shape:
-                raise CacheError(
-                    f"plan.{name} has shape {tuple(value.shape)}, the cache has {shape}: layers, heads, pages"
-                )
-            if codes is None:
-                continue
-            if value.numel() and not 0 <= value.min() <= value.max() < len(codes):
-                known = ", ".join(f"{code.value} {code.name}" for code in codes)
-                raise CacheError(f"plan.{name} has codes of {value.min()} to {value.max()}: must be of {known}")
-            out[name] = value.reshape(self.streams, shape[2]).to("cpu", torch.int8).clone()
-        if plan.pools is not None and tuple(plan.pools.arena.shape) != shape[:2]:
-            raise CacheError(f"plan.pools.arena has shape {tuple(plan.pools.arena.shape)}, the cache has {shape[:2]}")
-        gone = out["tier"] == Tier.DROPPED  # a dropped page keeps no format, so that nothing counts as a change
-        out["format"][gone] = self.state["format"][gone]
-        return out
-
-    def _check(self, target: dict[str, Tensor], length_tokens: int) -> None:
-        """Refuses impossible plans before anything is touched."""
-        tier, state = target["tier"], self.state
-        alive, hot = tier != Tier.DROPPED, self.hot.mask(length_tokens)
-        faults = {
-            "revives a dropped page": alive & (state["tier"] == Tier.DROPPED),
-            "raises the precision of a page": alive & (target["format"] < state["format"]),
-            "attends exactly a page that is not on the device": (target["mode"] == Mode.EXACT) & (tier > Tier.L1),
-            "attends a dropped page": ~alive & (target["mode"] != Mode.SKIP),
-            "stores a hot page in another format than compute": (tier == Tier.L0) & (target["format"] != 0),
-            "has a page in L0 that is not hot": (tier == Tier.L0) & ~hot,
-            "has a hot page outside L0": (tier != Tier.L0) & hot & (state["tier"] != Tier.DROPPED),
-        }
-        for what, where in faults.items():
-            if bool(where.any()):
-                stream, page = where.nonzero()[0].tolist()
-                layer, head = divmod(stream, self.kv_heads)
-                raise CacheError(f"the plan {what}: layer {layer}, head {head}, page {page}")
 
     def _grow(self, pages: int) -> None:
         """Adds rows for new pages: exact, compute dtype, in L0 (new tokens are always hot)."""
@@ -603,94 +449,8 @@ class PagedCache:
     @torch.inference_mode()
     @shielded
     def fork(self, own_pools: bool = False) -> PagedCache:
-        """An independent sequence that goes on from here.
-
-        Args:
-            own_pools: a whole copy with memory, limits and page file of its own; else pages are shared until one of
-                the two lets go of them, and the limits bind both together.
-
-        Raises:
-            LostPages: pages to be copied can't be had from the archive; nothing has changed.
-            PoolFull: cache.l1_bytes has no room for the recent window of one more; nothing has changed.
-        """
-        self.flights.drain()
-        other = copy.copy(self)
-        if own_pools:
-            folder = Path(self.config.l3_path).parent if self.config.l3_path else None
-            spot = self.config.l3_path if folder is None or Path(self.config.l3_path or "").is_dir() else str(folder)
-            other.config = replace(self.config, l3_path=spot)
-        other.state = {name: value.clone() for name, value in self.state.items()}
-        pools = Pools(self.shape, other.config, self.device) if own_pools else self.pools
-        limits = pools.limits
-        if own_pools:  # what was held within the limits is taken over as it is, though tables have grown since
-            pools.limits = Capacities()
-        other.metadata, other.flights, other.traffic = self.metadata.clone(), Flights(other), Traffic()
-        other._join(pools)
-        try:
-            other.approximations = self.approximations.fork(other.pools.prototypes, other.pools.background)
-            other._take_pages(self, limits)
-        except BaseException:
-            other.pools.stores[Tier.L0, Format.COMPUTE].free(other.hot_slots)
-            other.pools.leave(other)
-            raise
-        other.prefetches = self.prefetches.clone(other.traffic)
-        other.flights.grow(self.state["mode"].shape[1])
-        other.kernel_calls = Counter()
-        other._bounds = None if self._bounds is None else self._bounds.clone()
-        other.first_position = self.first_position.clone()
-        other._rebuild()
-        pools.limits = limits
-        return other
-
-    def _take_pages(self, parent: PagedCache, limits: Capacities) -> None:
-        """The parent's pages as our own: the ring as a copy, what can't change by reference or as a copy."""
-        state = self.state
-        ring = (Tier.L0, Format.COMPUTE)
-        self.pools.stores[ring].write(self.hot_slots, parent.pools.stores[ring].read(parent.hot_slots))
-        for tier, code, group in groups((state["tier"] != Tier.DROPPED).nonzero(), state["tier"], state["format"]):
-            slots = state["slot"][group[:, 0], group[:, 1]].long()
-            mine, theirs = self.pools.stores[tier, code], parent.pools.stores[tier, code]
-            if tier == Tier.L0:
-                state["slot"][group[:, 0], group[:, 1]] += self._hot_base - parent._hot_base
-            elif mine is theirs:
-                mine.share(slots)
-            else:
-                for arena, part in self.by_arena(group, tier):
-                    for block in part.split(READ_BLOCK_PAGES):
-                        self._copy_pages(parent, (tier, code), arena, block, limits)
-
-    def _copy_pages(
-        self, parent: PagedCache, where: tuple[Tier, Format], arena: int, at: Tensor, limits: Capacities
-    ) -> None:
-        """Pages at [M, 2] of the parent into pools of our own; a disk without room costs them their place there."""
-        store, slots = self.pools.stores[where], self.state["slot"][at[:, 0], at[:, 1]].long()
-        try:
-            blobs = parent.pools.stores[where].read(slots)
-        except CorruptPages as error:
-            raise LostPages(at[torch.isin(slots, error.slots)], str(error)) from error
-        except ArchiveError as error:
-            raise LostPages(at, str(error)) from error
-        try:
-            fresh = store.allocate(len(at), arena)
-        except PoolFull as full:
-            if where[0] != Tier.L3:
-                raise
-            self.traffic.warn(f"L3 full: {len(at)} pages of a fork find no room there ({full})")
-            self._place_within(limits, at, where[1], blobs)
-            return
-        self.state["slot"][at[:, 0], at[:, 1]] = fresh.int()
-        try:
-            store.write(fresh, blobs)
-        except ArchiveError as error:
-            store.free(fresh)
-            self.flights.note_failure("write", error)
-            self._place_within(limits, at, where[1], blobs)
-
-    def _place_within(self, limits: Capacities, at: Tensor, code: Format, blobs: Tensor) -> None:
-        """Pages at [M, 2] into L2 or nowhere, by the limits that hold when nothing is taken over."""
-        lifted, self.pools.limits = self.pools.limits, limits
-        place(self, at, code, blobs, (Tier.L2,), self.state)
-        self.pools.limits = lifted
+        """An independent sequence that goes on from here; see `forking.fork`."""
+        return fork(self, own_pools)
 
     @torch.inference_mode()
     @shielded

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase, Plan, Policy, Role, Signals, Tier
+from testbed.cache.budgets import archive_budget_bytes, device_slack_bytes, host_budget_bytes, reserved_device_bytes
 from testbed.cache.layout import CacheConfig, device_budget
 from testbed.cache.paged import PagedCache
 from testbed.cache.pools import Pools
@@ -348,8 +349,8 @@ class Session:
             held=held,
             page_bytes=cache.page_bytes,
             device_budget_bytes=self._free_device_bytes(length),
-            host_budget_bytes=cache.host_budget_bytes,
-            archive_budget_bytes=cache.archive_budget_bytes,
+            host_budget_bytes=host_budget_bytes(cache),
+            archive_budget_bytes=archive_budget_bytes(cache),
             classes=self._classes,
             values={name: source.value(observed).cpu() for name, source in self.sources.items()},
             seed=self.config.seed,
@@ -372,9 +373,9 @@ class Session:
         config, fraction = self.config.cache, self.config.budget_fraction
         full, device = self.full_bytes(length_tokens), self.decoder.device
         share, memory = device_budget(config, fraction, full, device), device_budget(config, None, full, device)
-        left = [] if share is None else [share - self.cache.device_slack_bytes]
+        left = [] if share is None else [share - device_slack_bytes(self.cache)]
         if memory is not None:
-            left.append(memory - self.cache.reserved_device_bytes)
+            left.append(memory - reserved_device_bytes(self.cache))
         return min(left, default=None)
 
     def _planned_device_bytes(self) -> int:

@@ -14,6 +14,7 @@ from archive_case import Faults
 from tier_case import STREAMS, P, Pair, check_books, cold, sent
 
 from policies.base import Format, Mode, Tier
+from testbed.cache.budgets import archive_budget_bytes, device_slack_bytes
 from testbed.cache.flights import LostPages
 from testbed.cache.paged import PagedCache
 
@@ -64,7 +65,7 @@ def test_failing_writes_leave_pages_where_they_were(tmp_path: Path) -> None:
         check_books(cache)
     assert cache.traffic.failures["write"] >= 3
     assert any("L3 switched off" in event for event in cache.traffic.events)
-    assert cache.archive_budget_bytes == 0
+    assert archive_budget_bytes(cache) == 0
     assert count(cache, Tier.L3) == 0
     ours, theirs = pair.step(sent(cache, Tier.L3, pages))
     assert torch.equal(ours, theirs)
@@ -176,7 +177,7 @@ def test_reads_that_fail_for_ever_are_lost_pages_and_switch_the_archive_off(tmp_
         lost.append(error.value.at)
     at = torch.cat(lost)
     assert len(at) == int(pages.sum()) * STREAMS
-    assert cache.archive_budget_bytes == 0
+    assert archive_budget_bytes(cache) == 0
     check_books(cache)
     cache.drop_pages(at)
     ours, theirs = pair.step()
@@ -209,7 +210,7 @@ def test_overlap_changes_no_decision_and_no_bit(tmp_path: Path) -> None:
             tier = (Tier.L3, Tier.L1, Tier.L2)[turn % 3]
             plan = sent(pair.tiered, tier, cold(pair.tiered.pages))
             out, _ = pair.step(plan)
-            rows.append((out, pair.tiered.facts(), pair.tiered.device_slack_bytes))
+            rows.append((out, pair.tiered.facts(), device_slack_bytes(pair.tiered)))
         seen.append(rows)
         pair.close()
     for (a, facts_a, slack_a), (b, facts_b, slack_b) in zip(*seen, strict=True):
