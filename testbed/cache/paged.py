@@ -215,9 +215,9 @@ class PagedCache:
         self._settle_approximations(target, refused)
         self._release(changed & (target["tier"] == Tier.DROPPED))
         moved = changed & (target["tier"] != Tier.DROPPED)
-        leaves = target["tier"] > Tier.L1
-        relocate(self, (moved & leaves).nonzero(), target)
-        relocate(self, (moved & ~leaves).nonzero(), target)
+        # The furthest first: what leaves a tier makes room in it for what comes.
+        for where in [moved & (target["tier"] == tier) for tier in (Tier.L3, Tier.L2, Tier.L1)]:
+            relocate(self, where.nonzero(), target)
         self._release(self._changed(target) & (target["tier"] == Tier.DROPPED))  # what found no room anywhere
         moves = count(source, target, self.formats)
         for name in NAMES:

@@ -97,7 +97,8 @@ class LeanLlama:
         hidden = self._norm(hidden, self.norm_weight)
         if self.head.weight.dtype != self.dtype:
             return _linear(hidden, self.head.weight, self.head.bias)
-        return _linear(hidden, self.head.weight, self.head.bias).float()
+        one = len(hidden) == 1  # then the module's own call, hooks and all, has the same bits
+        return (self.head(hidden) if one else _linear(hidden, self.head.weight, self.head.bias)).float()
 
     def _norm(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(hidden, weight.shape, weight, self.eps)

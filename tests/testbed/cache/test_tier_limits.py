@@ -333,3 +333,42 @@ def test_a_score_that_is_no_number_is_the_least(tmp_path: Path) -> None:
     assert 0 < int((tier == Tier.L2).sum()) <= int(known.sum())
     assert (tier[~known] == Tier.L3).all()
     pair.close()
+
+
+def test_a_page_that_is_refused_stays_and_is_not_copied(tmp_path: Path) -> None:
+    """Pages in the archive that L2 has no room for stay in their slots."""
+    pair = Pair(400, l3_path=str(tmp_path))
+    cache = pair.tiered
+    pages = cold(cache.pages)
+    pair.step(sent(cache, Tier.L3, pages))
+    cache.settle()
+    before = cache.state["slot"].clone()
+    cache.pools.limits = type(cache.pools.limits)(l2_bytes=cache.pools.host_bytes)
+    ours, theirs = pair.step(sent(cache, Tier.L2, pages))
+    assert torch.equal(ours, theirs)
+    cache.settle()
+    stayed = (cache.state["tier"] == Tier.L3)[:, : len(pages)]
+    assert int(stayed.sum()) == int(pages.sum()) * STREAMS
+    assert torch.equal(cache.state["slot"][:, : len(pages)][stayed], before[:, : len(pages)][stayed])
+    assert "L3>L3" not in cache.traffic.links
+    pair.close()
+
+
+def test_what_leaves_a_tier_makes_room_for_what_comes(tmp_path: Path) -> None:
+    """L2 is full; half of it goes on to the archive and as many pages come from the device: all find their place."""
+    pair = Pair(600, l3_path=str(tmp_path))
+    cache = pair.tiered
+    early, late = cold(cache.pages), cold(cache.pages)
+    early[17:], late[:17], late[33:] = False, False, False
+    pair.step(sent(cache, Tier.L2, early))
+    cache.settle()
+    cache.pools.limits = type(cache.pools.limits)(l2_bytes=cache.pools.host_bytes + 20_000)
+    plan, other = sent(cache, Tier.L3, early), sent(cache, Tier.L2, late)
+    where = torch.nn.functional.pad(late, (0, plan.tier.shape[-1] - len(late)))
+    plan.tier[..., where], plan.mode[..., where] = other.tier[..., where], other.mode[..., where]
+    ours, theirs = pair.step(plan)
+    assert torch.equal(ours, theirs)
+    assert count(cache, Tier.L2) == int(late.sum()) * STREAMS
+    assert count(cache, Tier.L3) == int(early.sum()) * STREAMS
+    assert not cache.traffic.events
+    pair.close()
