@@ -14,7 +14,7 @@ import numpy as np
 
 from policies.base import Tier
 from testbed.cache.traffic import Traffic
-from testbed.decisions import TIERS, DecisionLog
+from testbed.decisions import TIERS, Step
 from testbed.engine.evaluate import Answer
 from testbed.engine.session import StepTime
 from testbed.experiment import Experiment
@@ -32,7 +32,8 @@ def tiered(run: Experiment) -> bool:
         return False
     answers = [each.policy for each in run.outcomes]
     away = any(name.startswith(OFF_DEVICE) and count for answer in answers for name, count in answer.pages.items())
-    moved = any(traffic.links for traffic in (*run.loading, *(answer.traffic for answer in answers)))
+    asked = [traffic for answer in answers for traffic in (answer.history_traffic, answer.traffic)]
+    moved = any(traffic.links for traffic in (*run.loading, *asked))
     return away or moved or run.settings.cache.l1_bytes is not None
 
 
@@ -62,8 +63,8 @@ def numbers(run: Experiment) -> list[Number]:
     put("tier.stall_share", stalls, [sum(step.total_s for step in steps_of(answer)) for answer in answers])
     put("tier.stall_ms_per_token", [1e3 * float(np.mean([step.stall_s for step in a.times] or [0.0])) for a in answers])
     moved = [sum(link["bytes"] for link in each.links.values()) for each in traffic]
-    put("tier.moved_bytes_per_token", moved, [_tokens(answer.log) for answer in answers])
-    held = [_held(answer.log) for answer in answers]
+    put("tier.moved_bytes_per_token", moved, [_tokens(answer) for answer in answers])
+    held = [_held(answer) for answer in answers]
     for tier in TIERS:
         put(f"tier.{tier.lower()}_bytes", [each[tier] for each in held])
     issued = [each.prefetch["issued"] for each in traffic]
@@ -78,26 +79,28 @@ def section(run: Experiment) -> dict[str, Any]:
     """The record's `tiers`: plain values, units in the names; empty where tiers did nothing.
 
     at_end, pools and mean_held_bytes are means over samples, the latter over steps too; everything else is a sum over
-    samples, failures and events with those of compressing the contexts. busy_share is of the time of all steps.
+    samples. All is of question and answer; failures and events also of compressing the contexts and of the turns before
+    the question. busy_share is of the time of all steps.
     """
     if not tiered(run):
         return {}
     answers = [each.policy for each in run.outcomes]
     capacity = run.settings.cache.capacities(run.decoder.device)
-    answering, loading = Traffic.merge(a.traffic for a in answers), Traffic.merge(run.loading)
+    answering = Traffic.merge(answer.traffic for answer in answers)
+    earlier = Traffic.merge([*run.loading, *(answer.history_traffic for answer in answers)])
     step_s = sum(step.total_s for answer in answers for step in steps_of(answer))
     out = answering.summary()
     for link in out["links"].values():
         link["busy_share"] = link["busy_s"] / step_s if step_s else 0.0
-    held = [_held(answer.log) for answer in answers]
+    held = [_held(answer) for answer in answers]
     return {
         "capacity_bytes": {"L1": capacity.l1_bytes, "L2": capacity.l2_bytes, "L3": capacity.l3_bytes},
         "at_end": _at_end(answers),
         "pools": _pools(answers),
         "mean_held_bytes": {tier: float(np.mean([each[tier] for each in held])) for tier in TIERS},
         **out,
-        "failures": Traffic.merge((loading, answering)).failures,
-        "events": grouped([*loading.events, *answering.events]),
+        "failures": Traffic.merge((earlier, answering)).failures,
+        "events": grouped([*earlier.events, *answering.events]),
         "step_s": step_s,
     }
 
@@ -149,15 +152,15 @@ def _pools(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
     }
 
 
-def _ran(log: DecisionLog) -> list[Any]:
-    """Steps that ran tokens after the context was compressed."""
-    return [step for step in log.steps if step.phase in ("extend", "decode")]
+def _ran(answer: Answer) -> list[Step]:
+    """Steps that ran tokens of question and answer."""
+    return [step for step in answer.log.steps[answer.first_step :] if step.phase in ("extend", "decode")]
 
 
-def _tokens(log: DecisionLog) -> int:
-    return sum(step.tokens for step in _ran(log))
+def _tokens(answer: Answer) -> int:
+    return sum(step.tokens for step in _ran(answer))
 
 
-def _held(log: DecisionLog) -> dict[str, float]:
+def _held(answer: Answer) -> dict[str, float]:
     """Tier -> bytes its allocators held, mean over steps."""
-    return {tier: float(np.mean([step.held_bytes.get(tier, 0) for step in _ran(log)])) for tier in TIERS}
+    return {tier: float(np.mean([step.held_bytes.get(tier, 0) for step in _ran(answer)])) for tier in TIERS}

@@ -96,6 +96,24 @@ class Traffic:
             out.events += one.events
         return out
 
+    def since(self, before: Traffic) -> Traffic:
+        """What was counted after `before`, an earlier copy of this object (`Traffic.merge([t])`), as a new object.
+
+        Prefetches whose fate was open then count as issued, since it is decided later: so no outcome exceeds them.
+        Links without traffic and earlier events are left out.
+        """
+        out = Traffic.merge([self])
+        for link, entry in before.links.items():
+            out.moved(link, -int(entry["pages"]), -int(entry["bytes"]), -entry["busy_s"])
+        out.links = {link: entry for link, entry in out.links.items() if entry["pages"] or entry["bytes"]}
+        for name in ("stall_s", "lookups", "prefetch", "failures"):
+            mine = getattr(out, name)
+            for key, value in getattr(before, name).items():
+                mine[key] -= value
+        out.prefetch["issued"] += before.prefetch["issued"] - before.prefetch["useful"] - before.prefetch["useless"]
+        del out.events[: len(before.events)]
+        return out
+
 
 class PrefetchBook:
     """Follows prefetched pages [S, N] and counts what became of them into a `Traffic`.

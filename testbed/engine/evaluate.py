@@ -25,13 +25,15 @@ class Answer:
         logprobs: [M, V] log-probabilities (nats) after each token of the fixed text (question, then continuation).
         times: of the decode steps of the generation.
         turn_times: of the runs that took in the question.
-        log: all decisions.
+        log: all decisions, those of the history too.
         device_bytes, total_bytes, full_bytes: held on the device, held in all tiers, and bf16 for everything, when
             the answer was complete.
         bytes: the ledger then, by tier and format.
         pages: pages then, by tier and format.
         arenas: use of the device's pools then, see `Pools.arenas`.
-        traffic: what moved between tiers meanwhile, and what waited.
+        traffic: what moved between tiers for question and answer, and what waited.
+        history_traffic: the same of the turns before the question.
+        first_step: index of the question's first step in the log.
         kernels: variant of the attention kernel -> calls, in all layers of all steps.
     """
 
@@ -47,6 +49,8 @@ class Answer:
     pages: dict[str, int] = field(default_factory=dict)
     arenas: dict[str, dict[str, int]] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
+    history_traffic: Traffic = field(default_factory=Traffic)
+    first_step: int = 0
     kernels: dict[str, int] = field(default_factory=dict)
 
 
@@ -114,9 +118,13 @@ def answer(
     turn = list(question) or list(continuation[:1])
     rest = list(continuation) if question else list(continuation[1:])
     say(session, history)
-    steps, turns = len(session.times), len(session.turn_times)
-    if wants_answer:
-        spare = session.fork(own_pools=True)  # its pages must not count against the limits of the one that is measured
+    if history:
+        session.cache.settle()  # moves under way are the history's, and nobody asks before they are done
+    # The spare's pages must not count against the limits of the one that is measured, nor its making as a wait.
+    spare = session.fork(own_pools=True) if wants_answer else None
+    steps, turns, first_step = len(session.times), len(session.turn_times), len(session.story.steps)
+    before = Traffic.merge([session.cache.traffic])
+    if spare is not None:
         tokens, logits = generate(session, turn, max_new_tokens)
         if rest and tokens[: len(rest)] != rest:
             logits = force(spare, turn, rest)
@@ -125,7 +133,7 @@ def answer(
         spare.close()
     else:
         tokens, logits = [], force(session, turn, rest)
-    session.cache.settle()  # what is held is what the plan needs, and all traffic is booked
+    traffic = _settled(session).since(before)
     ledger = session.cache.ledger()
     return Answer(
         tokens=tokens,
@@ -139,9 +147,26 @@ def answer(
         bytes=dict(ledger.used_bytes),
         pages={f"{tier.name}/{code.name.lower()}": count for (tier, code), count in ledger.pages.items()},
         arenas=session.cache.pools.arenas(),
-        traffic=session.cache.traffic,
+        traffic=traffic,
+        history_traffic=before,
+        first_step=first_step,
         kernels=dict(session.cache.kernel_calls),
     )
+
+
+@torch.inference_mode()
+def _settled(session: Session) -> Traffic:
+    """Ends a run: what is held is what the plan needs, all moves are booked, and no prefetch is of use any more.
+
+    What is waited for here is no step's wait.
+    """
+    traffic = session.cache.traffic
+    stall_s, late_s = dict(traffic.stall_s), traffic.prefetch["late_s"]
+    session.cache.settle()
+    session.cache.prefetches.finish()
+    out = Traffic.merge([traffic])
+    out.stall_s, out.prefetch["late_s"] = stall_s, late_s
+    return out
 
 
 @dataclass(frozen=True)

@@ -234,3 +234,49 @@ def test_sums_and_summaries() -> None:
     assert Traffic().hit_rate is None
     with pytest.raises(KeyError):
         one.stalled("nosuch", 1.0)
+
+
+def test_since_is_what_came_later() -> None:
+    was = Traffic()
+    was.moved("L2>L1", 3, 300, 0.5)
+    was.moved("L1>L2", 7, 700, 0.5)
+    was.stalled("prefetch_late", 0.25)
+    was.failures["read"] += 1
+    was.warn("before")
+    copy = Traffic.merge([was])
+    was.moved("L2>L1", 2, 200, 0.25)
+    was.moved("L3>L1", 1, 100, 1.0)
+    was.stalled("prefetch_late", 0.5)
+    was.stalled("room", 1.0)
+    was.lookups.update(attended=5, hit=4, waited=1)
+    was.failures["write"] += 2
+    was.warn("after")
+    later = was.since(copy)
+    assert later.links == {
+        "L2>L1": {"pages": 2, "bytes": 200, "busy_s": 0.25},
+        "L3>L1": {"pages": 1, "bytes": 100, "busy_s": 1.0},
+    }
+    assert later.stall_s == {"demand": 0.0, "prefetch_late": 0.5, "room": 1.0}
+    assert (later.prefetch["late_s"], later.lookups) == (0.5, {"attended": 5, "hit": 4, "waited": 1})
+    assert (later.failures, later.events) == ({"read": 0, "write": 2, "corrupt": 0}, ["after"])
+    assert was.links["L2>L1"]["pages"] == 5
+    assert was.since(was).summary() == Traffic().summary()
+
+
+def test_a_prefetch_under_way_counts_where_its_fate_is_decided() -> None:
+    """Two pages are fetched; one is used at once, the other after the copy was made: one issued and one useful."""
+    traffic = Traffic()
+    book = PrefetchBook(1, traffic)
+    away, there = [[(L2, SKIP), (L2, SKIP)]], [[(L1, SKIP), (L1, SKIP)]]
+    first, second = [[(L1, EXACT), (L1, SKIP)]], [[(L1, SKIP), (L1, EXACT)]]
+    book.plan(*tensors(away, there))
+    book.plan(*tensors(there, first))
+    before = Traffic.merge([traffic])
+    book.plan(*tensors(first, second))
+    book.finish()
+    later = traffic.since(before)
+    assert {key: later.prefetch[key] for key in ("issued", "useful", "useless")} == {
+        "issued": 1,
+        "useful": 1,
+        "useless": 0,
+    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,7 +12,7 @@ from tiny import Run, decode, decoder, text
 
 from policies.base import Mode, PageBytes, Phase, Plan, Role, Signals, Tier
 from testbed.compose import compose_policy
-from testbed.decisions import diff
+from testbed.decisions import Step, diff
 from testbed.engine.evaluate import answer, force
 from testbed.engine.idle import parked
 from testbed.engine.prefill import prefill
@@ -224,6 +226,24 @@ def test_history_is_taken_and_paused_before_the_question() -> None:
     assert len(got.times) == 6  # of the question and what follows it only
     assert len(got.turn_times) == 1
     assert [step.phase for step in got.log.steps].count("turn") == 1
+
+
+def test_an_answer_counts_moves_and_waits_of_its_question_only() -> None:
+    """The turn before the question pauses: all that left the device did so then, and what wakes is the question's."""
+    history, question, rest = (Turn(text(20, 1), Role.USER, pause=True),), text(5, 4), text(6, 5)
+    got = answer(begin(), question, rest, 6, wants_answer=False, history=history)
+    steps = got.log.steps
+
+    def pages(of: Sequence[Step], source: str, target: str) -> int:
+        return sum(m.pages for step in of for m in step.moves if (m.source, m.target) == (source, target))
+
+    assert sum(step.tokens for step in steps[got.first_step :]) == len(question) + len(rest) - 1
+    assert steps[got.first_step - 1].phase == "turn"  # the pause
+    assert pages(steps[: got.first_step], "L1", "L2") == got.history_traffic.links["L1>L2"]["pages"] > 0
+    assert pages(steps[got.first_step :], "L2", "L1") == got.traffic.links["L2>L1"]["pages"] > 0
+    assert "L1>L2" not in got.traffic.links
+    stalls = sum(step.stall_s for step in (*got.turn_times, *got.times))
+    assert got.traffic.total_stall_s == pytest.approx(stalls, rel=1e-9, abs=1e-12)
 
 
 # --- trails, sources -----------------------------------------------------------------------------------------------
