@@ -61,9 +61,10 @@ def numbers(run: Experiment) -> list[Number]:
     put("tier.hit_rate", [each.lookups["hit"] for each in traffic], [each.lookups["attended"] for each in traffic])
     stalls = [sum(step.stall_s for step in steps_of(answer)) for answer in answers]
     put("tier.stall_share", stalls, [sum(step.total_s for step in steps_of(answer)) for answer in answers])
-    put("tier.stall_ms_per_token", [1e3 * float(np.mean([step.stall_s for step in a.times] or [0.0])) for a in answers])
+    tokens = [_tokens(answer) for answer in answers]
+    put("tier.stall_ms_per_token", [1e3 * stall for stall in stalls], tokens)
     moved = [sum(link["bytes"] for link in each.links.values()) for each in traffic]
-    put("tier.moved_bytes_per_token", moved, [_tokens(answer) for answer in answers])
+    put("tier.moved_bytes_per_token", moved, tokens)
     held = [_held(answer) for answer in answers]
     for tier in TIERS:
         put(f"tier.{tier.lower()}_bytes", [each[tier] for each in held])

@@ -95,7 +95,7 @@ def test_numbers_are_ratios_of_sums(run: Experiment) -> None:
     assert value == {
         "tier.hit_rate": 150 / 160,
         "tier.stall_share": pytest.approx(0.75 / 8.0),
-        "tier.stall_ms_per_token": pytest.approx(1e3 * (0.375 + 0.0) / 2),
+        "tier.stall_ms_per_token": pytest.approx(1e3 * 0.75 / 8),
         "tier.moved_bytes_per_token": 18 * MIB / 8,
         "tier.l0_bytes": MIB,
         "tier.l1_bytes": (11.5 + 21.5) / 2 * MIB,
@@ -170,7 +170,7 @@ def test_terminal_page_and_tracker_show_it(run: Experiment, tmp_path: Any) -> No
         "prefetched pages: 8: 6 useful, 6 late, 2 useless, 2 harmful",
     ):
         assert line in lines
-    assert any(line.startswith("waiting for pages – 188 ms/token") and "9.4 %" in line for line in lines)
+    assert any(line.startswith("waiting for pages – 93.8 ms/token") and "9.4 %" in line for line in lines)
     assert "(pages asked for 0.5 s, late prefetches 0.25 s)" in text
     for part in ("L2 → L1", "10.00 MiB", "L2 full: of 10 pages 3 are dropped (2 times)", "tier.hit_rate"):
         assert part in page
