@@ -79,9 +79,9 @@ def numbers(run: Experiment) -> list[Number]:
 def section(run: Experiment) -> dict[str, Any]:
     """The record's `tiers`: plain values, units in the names; empty where tiers did nothing.
 
-    at_end, pools and mean_held_bytes are means over samples, the latter over steps too; everything else is a sum over
-    samples. All is of question and answer; failures and events also of compressing the contexts and of the turns before
-    the question. busy_share is of the time of all steps.
+    at_end, held_at_end_bytes (with slack), pools and mean_held_bytes are means over samples, the last over steps too;
+    everything else is a sum over samples. All is of question and answer; failures and events also of compressing the
+    contexts and of the turns before the question. busy_share is of the time of all steps.
     """
     if not tiered(run):
         return {}
@@ -97,6 +97,7 @@ def section(run: Experiment) -> dict[str, Any]:
     return {
         "capacity_bytes": {"L1": capacity.l1_bytes, "L2": capacity.l2_bytes, "L3": capacity.l3_bytes},
         "at_end": _at_end(answers),
+        "held_at_end_bytes": {tier: float(np.mean([a.held.get(tier, 0) for a in answers])) for tier in TIERS},
         "pools": _pools(answers),
         "mean_held_bytes": {tier: float(np.mean([each[tier] for each in held])) for tier in TIERS},
         **out,
@@ -132,7 +133,7 @@ def grouped(events: Iterable[str]) -> dict[str, int]:
 
 
 def _at_end(answers: Sequence[Answer]) -> dict[str, dict[str, float]]:
-    """Place ("L2/int8") -> mean pages and bytes by the page table; pages only where there are any."""
+    """Place ("L2/int8", "dropped") -> mean pages and bytes by the page table; each only where there are any."""
     out: dict[str, dict[str, float]] = {}
     for key in ("bytes", "pages"):
         total = Counter[str]()

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from policies.base import Role
+from policies.base import Role, Tier
+from testbed.cache.ledger import Ledger
+from testbed.cache.paged import PagedCache
 from testbed.cache.traffic import Traffic
 from testbed.decisions import DecisionLog
 from testbed.engine.sample import Sampler, greedy
@@ -29,7 +31,8 @@ class Answer:
         device_bytes, total_bytes, full_bytes: held on the device, held in all tiers, and bf16 for everything, when
             the answer was complete.
         bytes: the ledger then, by tier and format.
-        pages: pages then, by tier and format.
+        held: what the allocators held then, by tier, slack included; `total_bytes` is their sum.
+        pages: pages then, by tier and format; "dropped": those that are in no tier any more.
         arenas: use of the device's pools then, see `Pools.arenas`.
         traffic: what moved between tiers for question and answer, and what waited.
         history_traffic: the same of the turns before the question.
@@ -46,6 +49,7 @@ class Answer:
     total_bytes: int
     full_bytes: int
     bytes: dict[str, int] = field(default_factory=dict)
+    held: dict[str, int] = field(default_factory=dict)
     pages: dict[str, int] = field(default_factory=dict)
     arenas: dict[str, dict[str, int]] = field(default_factory=dict)
     traffic: Traffic = field(default_factory=Traffic)
@@ -145,13 +149,21 @@ def answer(
         total_bytes=ledger.total_bytes,
         full_bytes=session.full_bytes(session.cache.length_tokens),
         bytes=dict(ledger.used_bytes),
-        pages={f"{tier.name}/{code.name.lower()}": count for (tier, code), count in ledger.pages.items()},
+        held=dict(ledger.held_bytes),
+        pages=_pages(session.cache, ledger),
         arenas=session.cache.pools.arenas(),
         traffic=traffic,
         history_traffic=before,
         first_step=first_step,
         kernels=dict(session.cache.kernel_calls),
     )
+
+
+def _pages(cache: PagedCache, ledger: Ledger) -> dict[str, int]:
+    """Place -> pages; "dropped" only where there are any."""
+    pages = {f"{tier.name}/{code.name.lower()}": count for (tier, code), count in ledger.pages.items()}
+    dropped = int((cache.state["tier"] == Tier.DROPPED).sum())
+    return pages | ({"dropped": dropped} if dropped else {})
 
 
 @torch.inference_mode()

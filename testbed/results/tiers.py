@@ -20,23 +20,29 @@ def sheets(record: Record) -> list[Sheet]:
 
 
 def _residency(tiers: Mapping[str, Any]) -> Sheet:
-    """One line a tier, then one for each format in it."""
+    """One line a tier, then one for each format in it; last the pages that are in no tier any more."""
     rows: list[tuple[str, ...]] = []
     at_end: Mapping[str, Mapping[str, float]] = tiers["at_end"]
+    held_at_end: Mapping[str, float] = tiers.get("held_at_end_bytes", {})  # older records have none
     for tier, held in tiers["mean_held_bytes"].items():
         inside = {name: place for name, place in at_end.items() if name.startswith(f"{tier}/")}
-        if not inside and not held:
+        if not inside and not held and not held_at_end.get(tier):
             continue
         most = tiers["capacity_bytes"].get(tier)
         pages = sum(place.get("pages", 0) for place in inside.values())
         used = sum(place.get("bytes", 0) for place in inside.values())
         limit = ABSENT if most is None else value_text(most, "bytes") + (" with L0" if tier == "L1" else "")
-        rows.append((tier, _count(pages), value_text(used, "bytes"), value_text(held, "bytes"), limit))
+        shown = [value_text(number, "bytes") for number in (used, held_at_end.get(tier), held)]
+        rows.append((tier, _count(pages), *shown, limit))
         for name, place in inside.items():
             pages_text = _count(place["pages"]) if "pages" in place else ABSENT
-            rows.append((f"  {name.partition('/')[2]}", pages_text, value_text(place["bytes"], "bytes"), "", ""))
-    columns = ("tier", "pages at the end", "bytes at the end", "held, mean over steps", "capacity")
-    return Sheet("Tiers, mean over samples (measured)", columns, rows)
+            rows.append(
+                (f"  {name.partition('/')[2]}", pages_text, value_text(place.get("bytes"), "bytes"), "", "", "")
+            )
+    if "dropped" in at_end:
+        rows.append(("dropped", _count(at_end["dropped"]["pages"]), "", "", "", ""))
+    columns = ("tier", "pages at the end", "bytes at the end", "held at the end", "held, mean over steps", "capacity")
+    return Sheet("Tiers, mean over samples; held: with slack (measured)", columns, rows)
 
 
 def _pools(tiers: Mapping[str, Any]) -> Sheet:
@@ -57,7 +63,7 @@ def _pools(tiers: Mapping[str, Any]) -> Sheet:
 
 
 def _moves(tiers: Mapping[str, Any]) -> Sheet:
-    """One line a link: what went over it since contexts were compressed."""
+    """One line a link: what went over it for question and answer."""
     rows = [
         (
             link.replace(">", " → "),
@@ -67,9 +73,8 @@ def _moves(tiers: Mapping[str, Any]) -> Sheet:
         )
         for link, moved in tiers["links"].items()
     ]
-    return Sheet(
-        "Moves between tiers, all samples (measured)", ("link", "pages", "bytes", "busy, share of steps"), rows
-    )
+    title = "Moves between tiers since the context was compressed, for question and answer, sum over samples (measured)"
+    return Sheet(title, ("link", "pages", "bytes", "busy, share of steps"), rows)
 
 
 def lines(record: Record) -> list[str]:

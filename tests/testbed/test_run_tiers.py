@@ -89,6 +89,12 @@ def test_record_agrees_with_the_logs(place: Place, tmp_path: Path) -> None:
     assert value(record, "tier.l0_bytes") + value(record, "tier.l1_bytes") <= 160 * KIB
     device = sum(place["bytes"] for name, place in tiers["at_end"].items() if name.startswith(("L0", "L1")))
     assert device <= 0.8 * 160 * KIB
+    held = tiers["held_at_end_bytes"]
+    assert sum(held.values()) == pytest.approx(value(record, "kv.total_bytes"))
+    assert held["L0"] + held["L1"] == pytest.approx(value(record, "kv.device_bytes"))
+    for tier, count in held.items():
+        assert count >= sum(place["bytes"] for name, place in tiers["at_end"].items() if name.startswith(tier))
+    assert "dropped" not in tiers["at_end"]
     page = (tmp_path / "report.html").read_text()
     assert "Moves between tiers" in page
 
@@ -145,7 +151,11 @@ def test_the_command_shows_tiers_and_warnings_once(place: Place, tmp_path: Path)
     held = record.tiers["mean_held_bytes"]
     assert held["L2"] <= 24 * KIB
     assert held["L3"] == 0
-    assert record.activity["pages_moved"]["dropped"] > 0
+    # Nothing comes back: all that was ever dropped is what is missing at the end.
+    dropped = record.tiers["at_end"]["dropped"]["pages"] * len(record.samples)
+    assert dropped == pytest.approx(record.activity["pages_moved"]["dropped"])
+    assert dropped > 0
+    assert any(line.replace("│", " ").split()[:1] == ["dropped"] for line in done.stdout.splitlines())
 
 
 def test_full_cache_beside_it_has_no_limit(place: Place, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 from types import SimpleNamespace
@@ -60,7 +61,8 @@ def answered(moved: Traffic, stall_s: tuple[float, float], l1_bytes: int = 10 * 
         total_bytes=2,
         full_bytes=3,
         bytes={"L0/compute": MIB, "L1/int8": 8 * MIB, "L1/tables": 100, "L2/int4": 2 * MIB},
-        pages={"L0/compute": 4, "L1/int8": 64, "L2/int4": 32},
+        held={"L0": MIB, "L1": 9 * MIB, "L2": 3 * MIB, "L3": 0},
+        pages={"L0/compute": 4, "L1/int8": 64, "L2/int4": 32, "dropped": 7},
         traffic=moved,
     )
 
@@ -138,6 +140,8 @@ def test_section_survives_json_and_says_everything(run: Experiment) -> None:
     assert section["capacity_bytes"] == {"L1": 40 * MIB, "L2": 2**30, "L3": None}
     assert section["at_end"]["L1/int8"] == {"bytes": 8 * MIB, "pages": 64}
     assert section["at_end"]["L1/tables"] == {"bytes": 100}
+    assert section["at_end"]["dropped"] == {"pages": 7}
+    assert section["held_at_end_bytes"] == {"L0": MIB, "L1": 9 * MIB, "L2": 3 * MIB, "L3": 0}
     assert section["mean_held_bytes"] == {"L0": MIB, "L1": 16.5 * MIB, "L2": 2 * MIB, "L3": 0}
     assert section["links"]["L2>L1"] == {"pages": 10, "bytes": 10 * MIB, "busy_s": 0.25, "busy_share": 0.25 / 8}
     assert section["failures"] == {"read": 3, "write": 0, "corrupt": 0}
@@ -160,9 +164,10 @@ def test_terminal_page_and_tracker_show_it(run: Experiment, tmp_path: Any) -> No
     page = html.render(html.record_page(record))
     lines = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
     for line in (
-        "L1 64 8.00 MiB 16.50 MiB 40.00 MiB with L0",
+        "L1 64 8.00 MiB 9.00 MiB 16.50 MiB 40.00 MiB with L0",
         "int8 64 8.00 MiB",
-        "L2 32 2.00 MiB 2.00 MiB 1.00 GiB",
+        "L2 32 2.00 MiB 3.00 MiB 2.00 MiB 1.00 GiB",
+        "dropped 7",
         "L2 → L1 10 10.00 MiB 3.1 %",
         "warning: L2 full: of 10 pages 3 are dropped (2 times)",
         "warning: failures of the archive: 3 read",
@@ -179,6 +184,32 @@ def test_terminal_page_and_tracker_show_it(run: Experiment, tmp_path: Any) -> No
     payload = read_payload(path)
     assert payload.summary["tiers"] == record.tiers
     assert payload.metrics["tier.hit_rate"] == 150 / 160
+
+
+def test_a_record_from_before_the_bytes_held_at_the_end_is_shown(run: Experiment) -> None:
+    made = record_of(run).to_dict()
+    del made["tiers"]["held_at_end_bytes"], made["tiers"]["at_end"]["dropped"]
+    residency = shown.sheets(Record.from_dict(made))[0]
+    assert [row for row in residency.rows if row[0] == "L1"] == [
+        ("L1", "64", "8.00 MiB", "–", "16.50 MiB", "40.00 MiB with L0")
+    ]
+    assert all(len(row) == len(residency.columns) for row in residency.rows)
+    assert "dropped" not in [row[0] for row in residency.rows]
+
+
+def test_events_and_failures_of_the_turns_before_the_question_stay(run: Experiment) -> None:
+    before = Traffic(events=["L2 full: of 9 pages 4 are dropped"])
+    before.failures["write"] = 2
+    before.moved("L1>L2", 5, 5 * MIB, 1.0)
+    run.outcomes[0] = dataclasses.replace(
+        run.outcomes[0], policy=dataclasses.replace(run.outcomes[0].policy, history_traffic=before, first_step=3)
+    )
+    section = tiers.section(run)
+    assert section["events"]["L2 full: of 9 pages 4 are dropped"] == 3
+    assert section["failures"] == {"read": 3, "write": 2, "corrupt": 0}
+    assert "L1>L2" not in section["links"]
+    moved = next(number for number in tiers.numbers(run) if number.name == "tier.moved_bytes_per_token")
+    assert moved.value == 18 * MIB / (2 + 4)  # of the first sample's four tokens two are of question and answer
 
 
 def test_a_record_without_tiers_shows_none_of_it() -> None:
