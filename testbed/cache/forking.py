@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,9 +39,9 @@ def fork(cache: PagedCache, own_pools: bool = False) -> PagedCache:
     cache.flights.drain()
     other = copy.copy(cache)
     if own_pools:
-        folder = Path(cache.config.l3_path).parent if cache.config.l3_path else None
-        spot = cache.config.l3_path if folder is None or Path(cache.config.l3_path or "").is_dir() else str(folder)
-        other.config = replace(cache.config, l3_path=spot)
+        place_of_file = cache.config.archive_folder()
+        folder = place_of_file if place_of_file.is_dir() else place_of_file.parent
+        other.config = replace(cache.config, l3_path=str(folder))
     other.state = {name: value.clone() for name, value in cache.state.items()}
     pools = Pools(cache.shape, other.config, cache.device) if own_pools else cache.pools
     limits = pools.limits

@@ -153,7 +153,7 @@ class CacheConfig:
         """Where L3 files go."""
         import tempfile
 
-        return Path(self.l3_path or tempfile.gettempdir())
+        return Path(self.l3_path or tempfile.gettempdir()).expanduser()
 
 
 # Page state (mode, format, tier: 1 each; slot, prototype slot: 4 each) and kernel table (pool 1, slot 4, page 4,

@@ -300,13 +300,26 @@ class PagedCache:
         state = self.state
         for tier, code, group in groups(touched.nonzero(), state["tier"], state["format"]):
             for block in group.split(READ_BLOCK_PAGES):
-                try:
-                    blobs = self.pools.stores[tier, code].read(state["slot"][block[:, 0], block[:, 1]].long())
-                except (ArchiveError, CorruptPages) as error:
-                    self.flights.note_failure("read", error)
-                    target["mode"][block[:, 0], block[:, 1]] = int(Mode.SKIP)
-                    continue
-                yield block, *decode(self.formats[code], blobs)
+                there, blobs = self._readable(tier, code, block)
+                lost = block[~there]
+                target["mode"][lost[:, 0], lost[:, 1]] = int(Mode.SKIP)
+                if bool(there.any()):
+                    yield block[there], *decode(self.formats[code], blobs)
+
+    def _readable(self, tier: Tier, code: Format, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Which of the pages at [M, 2] can be read, [M] bool, and their blobs; a corrupt page costs no other."""
+        slots = self.state["slot"][at[:, 0], at[:, 1]].long()
+        there = torch.ones(len(at), dtype=torch.bool)
+        while bool(there.any()):
+            try:
+                return there, self.pools.stores[tier, code].read(slots[there])
+            except CorruptPages as error:
+                self.flights.note_failure("read", error)
+                there &= ~torch.isin(slots, error.slots)
+            except ArchiveError as error:
+                self.flights.note_failure("read", error)
+                there[:] = False
+        return there, torch.zeros(0, dtype=torch.uint8)
 
     def _release(self, gone: Tensor) -> None:
         """Frees the slots of pages [S, N] bool that are dropped; L0 slots are a ring and are simply written over."""

@@ -149,15 +149,15 @@ def test_a_flipped_byte_is_one_lost_page(tmp_path: Path) -> None:
 
 
 def test_a_lost_page_that_is_only_approximated_is_skipped(tmp_path: Path) -> None:
-    """Prototypes are not made of what can't be read."""
+    """Prototypes are not made of what can't be read; those of its neighbours are."""
     pair = Pair(300, l3_path=str(tmp_path), l3_direct=False)
     cache = pair.tiered
     archived(pair)
     flip(cache, (0, 4))
     plan = cache.held(1)
-    plan.mode[0, 0, 4] = int(Mode.CLUSTER)
+    plan.mode[0, 0, 3:6] = int(Mode.CLUSTER)
     cache.apply(plan, 1)
-    assert int(cache.state["mode"][0, 4]) == Mode.SKIP
+    assert cache.state["mode"][0, 3:6].tolist() == [Mode.CLUSTER, Mode.SKIP, Mode.CLUSTER]
     assert cache.traffic.failures["corrupt"] == 1
     check_books(cache)
     pair.close()
