@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kernels import api
-from kernels.cost import local_model
 from testbed.cache.flights import LostPages
 from testbed.cache.pool import CacheError
 from testbed.cache.table import Tables
@@ -104,22 +103,13 @@ class CacheBatch:
             return self.caches[0].attend(layer, q, scale, window_tokens, slopes, mass)
         assert self._tables is not None
         first = self.caches[0]
-        backend = api.choose_backend(first.backend, q.device.type)
-        variant = self._tables.variant(layer, q, backend, local_model())
-        for cache in self.caches:
-            cache.kernel_calls[variant.describe()] += 1
-        return api.attend(
-            q,
-            self._tables.layers[layer],
-            self._tables.pools,
-            self._positions,
-            scale=scale,
-            window_tokens=window_tokens,
-            slopes=None if slopes is None else slopes.repeat(len(self.caches), 1),
-            want_mass=mass,
-            schedule=variant.schedule,
-            backend=backend,
+        slopes = None if slopes is None else slopes.repeat(len(self.caches), 1)
+        part, variant = self._tables.attend(
+            layer, q, self._positions, first.backend, scale, window_tokens, slopes, mass
         )
+        for cache in self.caches:
+            cache.kernel_calls[variant] += 1
+        return part
 
     def all_lost(self, first: LostPages) -> list[Tensor]:
         """After `attend` raised: lost pages [M, 2] of every sequence in all layers, so that one mending does."""

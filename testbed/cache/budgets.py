@@ -6,6 +6,7 @@ All of it follows from page tables and limits alone, so that it does not depend 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,16 +44,19 @@ def reserved_device_bytes(cache: PagedCache) -> int:
     return device_slack_bytes(cache) + cache.pools.others_bytes(cache, (Tier.L0, Tier.L1))
 
 
+def host_slack_bytes(cache: PagedCache, pages: Mapping[Format, int]) -> int:
+    """Bytes of free slots in the slabs that so many pages of each format fill in L2."""
+    return sum(-count % cache.config.slab_pages * cache.formats[code].page_bytes for code, count in pages.items())
+
+
 def host_budget_bytes(cache: PagedCache) -> int | None:
     """Most bytes that pages may take in L2; None = no limit."""
     limit = cache.pools.limits.l2_bytes
     if limit is None:
         return None
-    slack = sum(
-        -len(cache.slots_in(Tier.L2, code)) % cache.config.slab_pages * fmt.page_bytes
-        for code, fmt in cache.formats.items()
-    )
-    return max(0, limit - cache.host_table_bytes - slack - cache.pools.others_bytes(cache, (Tier.L2,)))
+    pages = {code: len(cache.slots_in(Tier.L2, code)) for code in Format}
+    taken = cache.host_table_bytes + host_slack_bytes(cache, pages) + cache.pools.others_bytes(cache, (Tier.L2,))
+    return max(0, limit - taken)
 
 
 def archive_budget_bytes(cache: PagedCache) -> int | None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Format, Mode, Tier
-from testbed.cache.budgets import device_slack_bytes
+from testbed.cache.budgets import device_slack_bytes, host_slack_bytes
 from testbed.cache.layout import TABLE_BYTES_PER_PAGE
 
 if TYPE_CHECKING:
@@ -116,8 +116,7 @@ def _alone(cache: PagedCache, pages: Mapping[tuple[Tier, Format], int], used: Ma
     for name, count in used.items():
         held[name.split("/")[0]] += count
     held["L1"] += device_slack_bytes(cache)
-    for code in Format:
-        held["L2"] += -pages.get((Tier.L2, code), 0) % cache.config.slab_pages * cache.formats[code].page_bytes
+    held["L2"] += host_slack_bytes(cache, {code: pages.get((Tier.L2, code), 0) for code in Format})
     return held
 
 

@@ -34,8 +34,7 @@ def reserve(cache: PagedCache, at: Tensor, target: dict[str, Tensor], slots: Ten
     for tier in (Tier.L1, Tier.L2, Tier.L3):
         row, page = at[:, 0], at[:, 1]
         # What another tier refused may stay where it is, and is not moved then.
-        moves = (target["tier"] != cache.state["tier"]) | (target["format"] != cache.state["format"])
-        here = at[(target["tier"][row, page] == tier) & moves[row, page]]
+        here = at[(target["tier"][row, page] == tier) & cache.changed(target)[row, page]]
         for _, code, group in groups(here, target["tier"], target["format"]):
             for arena, part in cache.by_arena(group, tier):
                 _take(cache, tier, code, arena, part, target, slots)

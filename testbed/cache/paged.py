@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from kernels import api
-from kernels.cost import local_model
 from kernels.pages import decode, encode
 from policies.base import Format, Mode, PageBytes, Plan, PoolLayout, Tier
 from testbed.cache.approximate import Approximations
@@ -197,7 +196,7 @@ class PagedCache:
         state = self.state
         keep_dropped(self, target)
         source = {name: state[name].clone() for name in NAMES}
-        changed = self._changed(target)
+        changed = self.changed(target)
         if not bool(changed.any()) and torch.equal(target["mode"], state["mode"]):
             self._in_force(source)
             if first_new != state["mode"].shape[1] or self.tables is None or self.tables_stale:
@@ -207,7 +206,7 @@ class PagedCache:
         touched = self.approximations.lacking(target["mode"], state["mode"])
         self.flights.resolve((changed | touched) & (self.flights.pending > 0))
         keep_dropped(self, target)
-        changed = self._changed(target)
+        changed = self.changed(target)
         touched = self.approximations.lacking(target["mode"], state["mode"])
         refused = 0
         for at, k, v in self._read(touched, target):
@@ -218,7 +217,7 @@ class PagedCache:
         # The furthest first: what leaves a tier makes room in it for what comes.
         for where in [moved & (target["tier"] == tier) for tier in (Tier.L3, Tier.L2, Tier.L1)]:
             relocate(self, where.nonzero(), target)
-        self._release(self._changed(target) & (target["tier"] == Tier.DROPPED))  # what found no room anywhere
+        self._release(self.changed(target) & (target["tier"] == Tier.DROPPED))  # what found no room anywhere
         moves = count(source, target, self.formats)
         for name in NAMES:
             state[name] = target[name]
@@ -236,7 +235,7 @@ class PagedCache:
             self.flights.drain()
             compact(self)
 
-    def _changed(self, target: dict[str, Tensor]) -> Tensor:
+    def changed(self, target: dict[str, Tensor]) -> Tensor:
         """[S, N] bool: pages whose tier or format the target changes."""
         return (target["tier"] != self.state["tier"]) | (target["format"] != self.state["format"])
 
@@ -420,21 +419,11 @@ class PagedCache:
         """
         assert self.tables is not None
         self.arrive(layer)
-        backend = api.choose_backend(self.backend, q.device.type)
-        variant = self.tables.variant(layer, q, backend, local_model())
-        self.kernel_calls[variant.describe()] += 1
-        return api.attend(
-            q,
-            self.tables.layers[layer],
-            self.tables.pools,
-            self.first_position,
-            scale=scale,
-            window_tokens=window_tokens,
-            slopes=slopes,
-            want_mass=mass,
-            schedule=variant.schedule,
-            backend=backend,
+        part, variant = self.tables.attend(
+            layer, q, self.first_position, self.backend, scale, window_tokens, slopes, mass
         )
+        self.kernel_calls[variant] += 1
+        return part
 
     def end(self, tokens: int) -> None:
         """The tokens begun are written in all layers."""

@@ -157,15 +157,6 @@ class SlabPool:
         pinned = self.device.type == "cpu" and self.compute_device.type == "cuda"
         return torch.empty(shape, dtype=torch.uint8, device=self.device, pin_memory=pinned)
 
-    def available(self, arena: int = 0) -> int:
-        """Slots that an arena can take before the tier's limit; what the memory holds shows only when asked for."""
-        free = self.slots.held_by(arena) - self.slots.used_by(arena)
-        room = self.room()
-        if room is None:
-            return 1 << 62
-        block = self.slots.block_pages(arena)
-        return free + max(0, room) // (block * self.fmt.page_bytes) * block
-
     def share(self, slots: Tensor) -> None:
         """One more reference for each slot."""
         self.slots.share(slots)
@@ -194,13 +185,6 @@ class SlabPool:
             view = (version, Pool(self.fmt, slabs))
             self._view = view
         return view[1]
-
-    def clone(self, room: Callable[[], int | None] = no_limit) -> SlabPool:
-        """An independent copy with the same slots taken."""
-        other = SlabPool(self.fmt, self.slab_pages, self.device, self.compute_device, room)
-        other.slabs = [slab.clone() for slab in self.slabs]
-        other.slots = self.slots.clone()
-        return other
 
     def close(self) -> None:
         """Lets go of all slabs."""

@@ -111,25 +111,16 @@ class Pools:
 
     # --- what is held and what may still come ------------------------------------------------------------------
 
-    @property
-    def device_pools(self) -> tuple[SlabPool, ...]:
-        """Pools on the device in the order kernels number them: L0, L1 by format, prototypes, background."""
+    def kernel_pools(self) -> tuple[Pool, ...]:
+        """The device's pools as kernels take and number them: L0, L1 by format, prototypes, background."""
         level_1 = [self.stores[Tier.L1, code] for code in Format]
         every = (self.stores[Tier.L0, Format.COMPUTE], *level_1, self.prototypes, self.background)
-        return tuple(pool for pool in every if isinstance(pool, SlabPool))
-
-    def kernel_pools(self) -> tuple[Pool, ...]:
-        """The same as kernels take them."""
-        return tuple(pool.kernel_view() for pool in self.device_pools)
+        return tuple(pool.kernel_view() for pool in every if isinstance(pool, SlabPool))
 
     def held_bytes(self, tier: Tier) -> int:
         """Bytes that a tier's allocators hold; what page tables take is on top."""
-        held = sum(pool.held_bytes for (place, _), pool in self.stores.items() if place == tier and tier != Tier.L3)
-        if tier == Tier.L1:
-            held += self.prototypes.held_bytes + self.background.held_bytes
-        if tier == Tier.L3:
-            held = self.file.held_bytes
-        return held
+        held = sum(pool.held_bytes for (place, _), pool in self.stores.items() if place == tier)
+        return held + (self.prototypes.held_bytes + self.background.held_bytes if tier == Tier.L1 else 0)
 
     @property
     def device_bytes(self) -> int:

@@ -163,11 +163,3 @@ class SlotMap:
         blocks = -(-self.used_by(arena) // self.block_pages(arena))
         slabs = (self.owner == arena).nonzero().flatten()[: blocks * self.block_slabs.get(arena, 1)]
         return (int(slabs[-1]) + 1) * self.slab_pages if len(slabs) else 0
-
-    def clone(self) -> SlotMap:
-        """An independent copy."""
-        other = SlotMap(self.slab_pages)
-        for name in ("references", "owner", "block", "_used_in"):
-            setattr(other, name, getattr(self, name).clone())
-        other.block_slabs = dict(self.block_slabs)
-        return other

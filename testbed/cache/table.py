@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels import api
 from kernels.api import PageTable, Pool
-from kernels.cost import CostModel, Load, Variant, safe_variants
+from kernels.cost import CostModel, Load, Variant, local_model, safe_variants
 from policies.base import Format, Mode, Tier
 
 if TYPE_CHECKING:
@@ -60,6 +61,34 @@ class Tables:
             one = len(offered) == 1
             self._chosen[key] = offered[0] if one else costs.choose(Load.of(q, self.layers[layer], self.pools), offered)
         return self._chosen[key]
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        first_position: Tensor,
+        backend: str | None,
+        scale: float,
+        window_tokens: int,
+        slopes: Tensor | None,
+        mass: bool,
+    ) -> tuple[api.Partial, str]:
+        """Attention of queries q [rows, G, T, D] over a layer's entries, by the variant that suits it, and its name."""
+        backend = api.choose_backend(backend, q.device.type)
+        variant = self.variant(layer, q, backend, local_model())
+        part = api.attend(
+            q,
+            self.layers[layer],
+            self.pools,
+            first_position,
+            scale=scale,
+            window_tokens=window_tokens,
+            slopes=slopes,
+            want_mass=mass,
+            schedule=variant.schedule,
+            backend=backend,
+        )
+        return part, variant.describe()
 
     def mass_by_page(self, mass: Tensor) -> Tensor:
         """Mass of table entries [S, W] -> mass of pages [S, N]; the background's share is left out."""

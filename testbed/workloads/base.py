@@ -129,6 +129,13 @@ def check_whole(key: str, value: object, least: int) -> None:
         raise WorkloadError(f"{key}={value!r}: must be a whole number of at least {least}")
 
 
+def check_list(key: str, values: object) -> tuple[Any, ...]:
+    """The values as a tuple; raises `WorkloadError` naming key and value unless they are a list with an entry."""
+    if isinstance(values, str) or not isinstance(values, Sequence) or not len(values):
+        raise WorkloadError(f"{key}={values!r}: must be a list with at least one entry")
+    return tuple(values)
+
+
 def check_distinct(key: str, values: Sequence[object]) -> None:
     """Raises `WorkloadError` if a value is there twice: its samples would be the same ones again."""
     if len(set(values)) < len(values):

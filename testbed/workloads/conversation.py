@@ -22,6 +22,7 @@ from testbed.workloads.base import (
     Turn,
     WorkloadError,
     check_distinct,
+    check_list,
     check_split,
     check_whole,
 )
@@ -79,9 +80,7 @@ class Conversation:
 
     def __post_init__(self) -> None:
         """Checks what Hydra's instantiate does not."""
-        if isinstance(self.lengths, str) or not isinstance(self.lengths, Sequence) or not len(self.lengths):
-            raise WorkloadError(f"workload.lengths={self.lengths!r}: must be a list with at least one entry")
-        object.__setattr__(self, "lengths", tuple(self.lengths))
+        object.__setattr__(self, "lengths", check_list("workload.lengths", self.lengths))
         for length in self.lengths:
             check_whole("workload.lengths", length, 1)
         check_distinct("workload.lengths", self.lengths)

@@ -21,6 +21,7 @@ from testbed.workloads.base import (
     WorkloadError,
     check_distinct,
     check_fraction,
+    check_list,
     check_split,
     check_whole,
 )
@@ -87,10 +88,7 @@ class Needle:
     def __post_init__(self) -> None:
         """Checks what Hydra's instantiate does not."""
         for key in ("lengths", "depths"):
-            value = getattr(self, key)
-            if isinstance(value, str) or not isinstance(value, Sequence) or not len(value):
-                raise WorkloadError(f"workload.{key}={value!r}: must be a list with at least one entry")
-            object.__setattr__(self, key, tuple(value))
+            object.__setattr__(self, key, check_list(f"workload.{key}", getattr(self, key)))
         for length in self.lengths:
             check_whole("workload.lengths", length, 1)
         for depth in self.depths:
