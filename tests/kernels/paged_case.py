@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.api import PageTable, Pool, attend
-from kernels.pages import PageFormat, encode, page_format
+from kernels.pages import encode, page_format
 from kernels.state import Partial
 
 
@@ -61,13 +61,18 @@ def make_case(
     pool = torch.full((len(lengths), width), 99, dtype=torch.int8)
     slot = torch.full((len(lengths), width), -(2**30), dtype=torch.int32)
     page = torch.full((len(lengths), width), 2**30, dtype=torch.int32)
+    written: list[dict[int, tuple[Tensor, Tensor]]] = [{} for _ in formats]  # slot -> keys and values
     for s, length in enumerate(lengths):
         for n in range(pages[s]):
             full = (n + 1) * page_tokens <= length - tokens
             choices = range(len(formats)) if full else floats
             i = choices[int(torch.randint(len(choices), (1,), generator=rng))]
             pool[s, n], slot[s, n], page[s, n] = i, free[i].pop(), n
-            _write(stored[i], formats[i], int(slot[s, n]), min(page_tokens, length - n * page_tokens), rng)
+            written[i][int(slot[s, n])] = _page(page_tokens, head_dim, min(page_tokens, length - n * page_tokens), rng)
+    for store, fmt, each in zip(stored, formats, written, strict=True):
+        if each:
+            k, v = (torch.stack(x) for x in zip(*each.values(), strict=True))
+            store[list(each)] = encode(fmt, k, v, backend="torch")
     for s, count in enumerate(pages):  # the order of a table's entries carries no meaning
         order = torch.randperm(count, generator=rng)
         for column in (pool, slot, page):
@@ -103,13 +108,13 @@ def any_case(
     return case, {"window_tokens": window, "sink_tokens": sink_tokens, "slopes": slopes}
 
 
-def _write(store: Tensor, fmt: PageFormat, slot: int, tokens: int, rng: torch.Generator) -> None:
-    channels = 1 + 4 * (torch.rand(fmt.head_dim, generator=rng) < 0.1)  # a few loud channels, as real keys have
-    k = torch.randn(fmt.page_tokens, fmt.head_dim, generator=rng) * channels
-    v = torch.randn(fmt.page_tokens, fmt.head_dim, generator=rng)
-    if tokens < fmt.page_tokens:
+def _page(page_tokens: int, head_dim: int, tokens: int, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+    channels = 1 + 4 * (torch.rand(head_dim, generator=rng) < 0.1)  # a few loud channels, as real keys have
+    k = torch.randn(page_tokens, head_dim, generator=rng) * channels
+    v = torch.randn(page_tokens, head_dim, generator=rng)
+    if tokens < page_tokens:
         k[tokens:], v[tokens:] = float("nan"), float("nan")
-    store[slot] = encode(fmt, k[None], v[None], backend="torch")[0]
+    return k, v
 
 
 def with_formats_poisoned(case: Case) -> Case:
