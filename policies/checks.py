@@ -41,6 +41,26 @@ def require_choice(part: object, key: str, allowed: Collection[str]) -> None:
         raise PolicyError(f"{type(part).__name__}.{key}={value!r}: must be one of {', '.join(allowed)}")
 
 
+def require_name(part: object, key: str) -> None:
+    """The field is a name that a signal can have."""
+    value = getattr(part, key)
+    if not isinstance(value, str) or not value.isidentifier():
+        raise PolicyError(f"{type(part).__name__}.{key}={value!r}: must be the name of a signal")
+
+
+def check_quantiles(part: object) -> None:
+    """Its local_quantile and global_quantile are in [0, 1] and in order.
+
+    Raises:
+        PolicyError: they are not.
+    """
+    require_number(part, "local_quantile", 0, 1)
+    require_number(part, "global_quantile", 0, 1)
+    low, high = (getattr(part, key) for key in ("local_quantile", "global_quantile"))
+    if low > high:
+        raise PolicyError(f"{type(part).__name__}.local_quantile={low}: must be at most global_quantile={high}")
+
+
 def page_signal(signals: Signals, name: str, expand: bool = True) -> Tensor:
     """The named signal about pages: [L, Hk, N] float32, finite; a signal given as [N] holds for every stream.
 

@@ -1,7 +1,9 @@
-"""Heads by where their attention falls on ordinary text, as RedKnot is described (not as it is published).
+"""Heads by where their attention falls, as RedKnot is described (not as it is published).
 
-The description also measures attention entropy but decides nothing by it, so it is not asked for here.
-Measurably worse than `retrieval` (DESIGN, traps): kept to show the difference.
+The description measures on ordinary text, where retrieval heads look local until they are needed: on SmolLM2 that map
+is no better than chance (`python -m testbed.heads verdict`). Which signals the two rules read stands in the YAML, so
+that the same rules can read what is measured where a model copies (described_fixed.yaml). The description also measures
+attention entropy but decides nothing by it, so it is not asked for here.
 """
 
 from __future__ import annotations
@@ -12,34 +14,40 @@ import torch
 from torch import Tensor
 
 from policies.base import Head, Signals
-from policies.checks import head_signal, require_number
+from policies.checks import head_signal, require_name, require_number
 
 
 @dataclass(frozen=True)
 class Described:
-    """LOCAL if `head_local_ratio` is above its threshold, else GLOBAL if `head_long_range` is, else SPECIAL.
+    """LOCAL if the local measure is above its threshold, else GLOBAL if the far one is, else SPECIAL.
 
     Attributes:
-        local_ratio: least share of attention inside the local window that makes a head LOCAL, in [0, 1].
-        long_range: least share of attention far away that makes a head GLOBAL, in [0, 1].
+        local_measure: signal [L, Hk] in [0, 1], the share of attention inside the local window.
+        local_ratio: threshold; a head above it is LOCAL.
+        far_measure: signal [L, Hk] in [0, 1], the share of attention far away.
+        long_range: threshold; a head above it, and not LOCAL, is GLOBAL.
     """
 
+    local_measure: str
     local_ratio: float
+    far_measure: str
     long_range: float
 
     def __post_init__(self) -> None:
-        """Refuses thresholds outside [0, 1]."""
-        require_number(self, "local_ratio", 0, 1)
-        require_number(self, "long_range", 0, 1)
+        """Refuses thresholds outside [0, 1] and names that are none."""
+        for key in ("local_measure", "far_measure"):
+            require_name(self, key)
+        for key in ("local_ratio", "long_range"):
+            require_number(self, key, 0, 1)
 
     @property
     def needs(self) -> frozenset[str]:
-        """Both measurements, each [L, Hk]."""
-        return frozenset({"head_local_ratio", "head_long_range"})
+        """Both measures."""
+        return frozenset({self.local_measure, self.far_measure})
 
     def classify(self, signals: Signals) -> Tensor:
         """[L, Hk] int8 of `Head`."""
-        is_local = head_signal(signals, "head_local_ratio") > self.local_ratio
-        is_global = head_signal(signals, "head_long_range") > self.long_range
+        is_local = head_signal(signals, self.local_measure) > self.local_ratio
+        is_global = head_signal(signals, self.far_measure) > self.long_range
         classes = torch.where(is_global, int(Head.GLOBAL), int(Head.SPECIAL))
         return torch.where(is_local, int(Head.LOCAL), classes).to(torch.int8)

@@ -1,4 +1,4 @@
-"""Control: the same proportions of classes, dealt by chance. A classifier that does not beat it knows nothing."""
+"""Controls: the same proportions of classes, dealt by chance. A classifier that does not beat them knows nothing."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from policies.base import Signals
-from policies.classifiers.retrieval import check_quantiles
+from policies.checks import check_quantiles, require_choice
 from policies.ranks import split_heads
+
+AMONG = ("heads", "layers")
 
 
 @dataclass(frozen=True)
@@ -19,14 +21,18 @@ class Random:
     Attributes:
         local_quantile: share of the heads that become LOCAL.
         global_quantile: 1 - share of the heads that become GLOBAL.
+        among: what the classes are dealt to: heads, wherever they are, or layers, each getting the same number of
+            each class as far as the numbers go.
     """
 
     local_quantile: float
     global_quantile: float
+    among: str
 
     def __post_init__(self) -> None:
         """Refuses quantiles outside [0, 1] or out of order."""
-        check_quantiles(self, self.local_quantile, self.global_quantile)
+        check_quantiles(self)
+        require_choice(self, "among", AMONG)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -37,5 +43,10 @@ class Random:
         """[L, Hk] int8 of `Head`, the same on every device."""
         layers, kv_heads, _ = signals.shape
         chance = torch.Generator().manual_seed(signals.seed)
-        order = torch.randperm(layers * kv_heads, generator=chance).reshape(layers, kv_heads)
+        if self.among == "heads":
+            order = torch.randperm(layers * kv_heads, generator=chance).reshape(layers, kv_heads)
+        else:
+            # The first of every layer, layers in random order, then the second of every layer, and so on.
+            within = torch.rand(layers, kv_heads, generator=chance).argsort(1)
+            order = within * layers + torch.randperm(layers, generator=chance).unsqueeze(1)
         return split_heads(order.to(signals.device), self.local_quantile, self.global_quantile)

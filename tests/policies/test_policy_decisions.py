@@ -25,9 +25,6 @@ from policies.attention.window import Window
 from policies.base import Format, Head, Mode, Plan, PolicyError, PoolLayout, Signals, Tier
 from policies.budgets.per_class import PerClass
 from policies.budgets.uniform import Uniform
-from policies.classifiers.described import Described
-from policies.classifiers.random import Random as RandomHeads
-from policies.classifiers.retrieval import Retrieval
 from policies.eviction.core_lru import CoreLru
 from policies.eviction.fifo import Fifo
 from policies.formats.per_class import PerClass as PerClassFormat
@@ -43,35 +40,6 @@ SHAPE = (LAYERS, KV_HEADS, PAGES)
 
 def signals_with(**values: Tensor) -> Signals:
     return replace(first_signals(frozenset()), values=values_for(frozenset({"role"}), PAGES, 0) | values)
-
-
-def test_retrieval_cuts_the_ranking_of_heads_at_the_quantiles() -> None:
-    score = torch.tensor([[0.9, 0.1], [0.5, 0.1], [0.0, 0.7]])
-    classes = Retrieval(local_quantile=0.5, global_quantile=0.8).classify(signals_with(retrieval_score=score))
-    # Ascending: .0, .1, .1 local; .5, .7 special; .9 (place 5 = round(.8 * 6)) global.
-    local, special, everything = Head.LOCAL, Head.SPECIAL, Head.GLOBAL
-    assert classes.tolist() == [[everything, local], [special, local], [local, special]]
-
-
-def test_equal_heads_fall_in_the_order_of_layer_and_head() -> None:
-    classes = Retrieval(0.5, 1.0).classify(signals_with(retrieval_score=torch.zeros(LAYERS, KV_HEADS)))
-    assert classes.flatten().tolist() == [Head.LOCAL] * 3 + [Head.SPECIAL] * 3
-
-
-def test_random_heads_keep_the_proportions_and_follow_the_seed() -> None:
-    part = RandomHeads(0.5, 0.8)
-    maps = [part.classify(replace(signals_with(), seed=seed)) for seed in range(20)]
-    for classes in maps:
-        assert sorted(classes.flatten().tolist()) == [Head.LOCAL] * 3 + [Head.GLOBAL] + [Head.SPECIAL] * 2
-    assert len({tuple(classes.flatten().tolist()) for classes in maps}) > 10
-
-
-def test_described_follows_its_description() -> None:
-    local = torch.tensor([[0.71, 0.7], [0.2, 0.2], [0.9, 0.0]])
-    far = torch.tensor([[0.9, 0.51], [0.5, 0.6], [0.0, 0.0]])
-    classes = Described(0.7, 0.5).classify(signals_with(head_local_ratio=local, head_long_range=far))
-    expected = [[Head.LOCAL, Head.GLOBAL], [Head.SPECIAL, Head.GLOBAL], [Head.LOCAL, Head.SPECIAL]]
-    assert classes.tolist() == expected
 
 
 def test_snapkv_averages_neighbours_and_keeps_pages_after_the_prompt() -> None:
@@ -144,7 +112,7 @@ def test_a_role_that_differs_between_streams_is_refused() -> None:
 
 def test_pools_follow_the_classes() -> None:
     signals = signals_with()
-    pools = PerClass(16, None, 33, 8, 32, 16, 64).pools(signals)
+    pools = PerClass(16, None, 33, 1, 1, 1, 8, 32, 16, 64).pools(signals)
     assert signals.classes is not None
     assert torch.equal(pools.arena, signals.classes)
     assert [pools.block_pages[head] for head in (Head.LOCAL, Head.GLOBAL, Head.SPECIAL, Head.DENSE)] == [8, 32, 16, 64]
@@ -177,7 +145,7 @@ def test_random_scores_follow_seed_and_step_alone() -> None:
 @pytest.mark.parametrize(("local", "everything"), [(40, 104), (41, 105), (42, 106)])
 def test_windows_keep_exactly_the_pages_that_touch_them(local: int, everything: int) -> None:
     signals = replace(signals_with(), length_tokens=PAGES * PAGE_TOKENS - 7)
-    share = PerClass(local, everything, 33, 16, 64, 32, 64).share(signals, _formats(Format.INT4))
+    share = PerClass(local, everything, 33, 1, 1, 1, 16, 64, 32, 64).share(signals, _formats(Format.INT4))
     assert signals.classes is not None
     windows = {Head.LOCAL: local, Head.GLOBAL: everything}
     for layer in range(LAYERS):
@@ -201,7 +169,7 @@ def test_uniform_spends_the_whole_budget_evenly() -> None:
 
 
 def test_layerwise_is_int8_first_and_int4_after() -> None:
-    part = PerClassFormat("compute", "layerwise", "int4", "int8", int8_layers=1)
+    part = PerClassFormat("compute", "layerwise", "int4", "int8", first_layers=1)
     for kind, expected in {
         Head.LOCAL: [Format.COMPUTE] * 3,
         Head.GLOBAL: [Format.INT8, Format.INT4, Format.INT4],
