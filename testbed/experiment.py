@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -19,12 +19,12 @@ from policies.base import Phase, Plan, Share, Signals, fit, fixed_bytes
 from testbed.cache.layout import Hot
 from testbed.cache.pool import CacheError
 from testbed.cache.traffic import Traffic
-from testbed.calibrate import head_measures
 from testbed.decisions import DecisionLog
 from testbed.engine.evaluate import Agreement, Answer, agreement, answer
 from testbed.engine.prefill import check_length, prefill
 from testbed.engine.session import Session
 from testbed.engine.signals import SignalContext, build_sources
+from testbed.heads.library import head_measures
 from testbed.models.base import Decoder
 from testbed.results.progress import Progress
 from testbed.setup import Setup
@@ -143,14 +143,8 @@ class Experiment:
 
     def _signal_context(self) -> SignalContext:
         """Head measures are looked up, or made, only if a part of the policy wants them."""
-        kept: dict[str, torch.Tensor] = {}
-
-        def measures() -> Mapping[str, torch.Tensor]:
-            if not kept:
-                kept.update(head_measures(self.decoder, self.settings.calibration, self.progress.fraction))
-            return kept
-
-        return SignalContext(self.settings.cache.page_tokens, measures)
+        measures = head_measures(self.decoder, self.settings.calibration, self.progress.fraction)
+        return SignalContext(self.settings.cache.page_tokens, lambda: measures, self.decoder)
 
     def _context(self, group: Sequence[Sample], context: SignalContext) -> Iterator[Outcome]:
         """Prefills one context and asks its questions of both caches, in turn, so that both see the same machine."""

@@ -15,9 +15,9 @@ from kernels.api import BACKENDS, choose_backend
 from policies.base import Policy, Tier
 from testbed.cache.archive import check_archive
 from testbed.cache.layout import CacheConfig
-from testbed.calibrate import CalibrationConfig
 from testbed.compose import full_policy, policy_from
 from testbed.engine.session import SessionConfig
+from testbed.heads.calibration import CalibrationConfig
 from testbed.results.tracker import Tracker
 from testbed.sim import hardware
 from testbed.workloads.base import Workload

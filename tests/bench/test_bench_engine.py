@@ -22,11 +22,12 @@ import torch
 from engine_case import Transformers, context
 
 from testbed.cache.layout import CacheConfig
-from testbed.calibrate import CalibrationConfig, head_measures
 from testbed.compose import compose_policy
 from testbed.engine.prefill import DenseKV, prefill
 from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext
+from testbed.heads.calibration import CalibrationConfig
+from testbed.heads.library import head_measures
 from testbed.models import load
 from testbed.models.hf import HfDecoder
 

@@ -1,4 +1,4 @@
-"""Signals about heads, measured once per model by `python -m testbed.calibrate`: [L, Hk], no pages."""
+"""Signals about heads, measured once per model (`python -m testbed.heads analyse`): [L, Hk], no pages."""
 
 from __future__ import annotations
 

@@ -1,0 +1,91 @@
+"""Groups of measures that one pass over the texts of one task gives; conf/measure names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from testbed.engine.prefill import ContextError, prefill
+from testbed.heads.calibration import CalibrationConfig, CalibrationError, Tick
+from testbed.heads.headmap import Measured
+from testbed.heads.measures.copying import SpanMass
+from testbed.heads.measures.shape import UNITS, Shape
+from testbed.heads.texts import CalibrationText, texts
+from testbed.models.base import Decoder
+
+RATIOS = ("head_tool_result", "head_role_following")
+
+
+def text_group(decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
+    """The shape of attention on plain text."""
+    found = texts("text", decoder, config.text_tokens, config.text_samples, config.seed)
+    return watch(decoder, config, found, tick)
+
+
+def needle_group(decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
+    """`retrieval_score`, and the shape of attention on the same texts."""
+    found = [
+        text
+        for length in config.needle_lengths
+        for text in texts("needle", decoder, length, config.needle_samples_per_cell, config.seed)
+    ]
+    return watch(decoder, config, found, tick)
+
+
+@dataclass
+class _Values:
+    """Values of one measure, text by text."""
+
+    unit: str
+    each: list[Tensor] = field(default_factory=list)
+    length_tokens: list[int] = field(default_factory=list)
+
+
+def watch(
+    decoder: Decoder, config: CalibrationConfig, found: Sequence[CalibrationText], tick: Tick
+) -> dict[str, Measured]:
+    """One prefill a text, watched by all that there is to see in it.
+
+    Returns:
+        The texts' own measures, and those of `Shape`, as "name@task" unless the task is plain text; a text shorter
+        than the windows has no shape.
+
+    Raises:
+        CalibrationError: a text is beyond the model's limit.
+    """
+    geometry, task = decoder.geometry, found[0].task
+    total, done = sum(len(text.tokens) for text in found), 0
+    values: dict[str, _Values] = {}
+
+    def advance(tokens: int) -> None:
+        nonlocal done
+        done += tokens
+        tick(done / total)
+
+    def keep(name: str, unit: str, value: Tensor, text: CalibrationText) -> None:
+        entry = values.setdefault(name, _Values(unit))
+        entry.each.append(value)
+        entry.length_tokens.append(text.context_tokens)
+
+    for text in found:
+        masses = {
+            name: SpanMass(geometry.layers, geometry.kv_heads, geometry.group, asking)
+            for name, asking in text.asks.items()
+        }
+        shape = Shape(geometry, config, len(text.tokens)) if len(text.tokens) > config.first_row else None
+        watchers = [*masses.values(), *([shape] if shape is not None else [])]
+        try:
+            prefill(decoder, text.tokens, decoder.dtype, watchers, progress=advance)
+        except ContextError as error:
+            key = "needle_lengths" if task == "needle" else "text_tokens"
+            raise CalibrationError(f"calibration.{key}: {error}") from error
+        for name, mass in masses.items():
+            ratio = name in RATIOS
+            keep(name, "ratio" if ratio else "share", mass.ratio if ratio else mass.mass, text)
+        for name, value in (shape.measures() if shape is not None else {}).items():
+            keep(name if task == "text" else f"{name}@{task}", UNITS[name], value, text)
+    return {
+        name: Measured.of(each.each, task, each.unit, each.length_tokens, config.seed) for name, each in values.items()
+    }
