@@ -93,6 +93,16 @@ class ImportedMap:
                 f"{layers} x {kv_heads}"
             )
 
+    def windows(self) -> Tensor:
+        """[L, Hk] int64, the window of each head in tokens, 0 = the whole context.
+
+        Raises:
+            FormatError: the file states none.
+        """
+        if self.window_tokens is None:
+            raise FormatError(f"{self.name} states no windows; only RedKnot files do (kv_head_max_distance)")
+        return self.window_tokens
+
     def head_classes(self, global_share: float | None = None) -> Tensor:
         """[L, Hk] int8 of `Head`: the file's own classes, or LOCAL and GLOBAL cut out of its scores.
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from testbed.engine.signals.base import Observed, SignalContext, SignalError, Source
+from testbed.heads.formats import load
+from testbed.heads.imported import FormatError, ImportedMap
 
 
 class HeadMeasure(Source):
@@ -23,3 +25,47 @@ class HeadMeasure(Source):
                 f"the head map is for {tuple(self._values.shape)} layers x KV heads, the model has {observed.shape[:2]}"
             )
         return self._values
+
+
+class ImportedHeads(Source):
+    """What somebody else's head map says of every head: its class or its window.
+
+    Args:
+        context: of all sources; not needed.
+        path: a RedKnot, DuoAttention or HeadKV file, or `file:measure` of a head map of ours.
+        what: "classes", as codes of `Head`, or "window_tokens": of every local head, 0 = the whole context.
+        global_share: for files of scores, how many of the heads are GLOBAL, the rest LOCAL; None = the file's own rule.
+    """
+
+    def __init__(self, context: SignalContext, path: str | None, what: str, global_share: float | None = None) -> None:
+        if not isinstance(path, str):
+            raise SignalError(
+                f"the signal of an imported head map has path={path!r}: name its file, e.g. "
+                f"+signals.{'head_imported' if what == 'classes' else 'head_window_tokens'}.path=FILE"
+            )
+        self._path, self._what, self._share = path, what, global_share
+        self._values: Tensor | None = None
+        self._imported()  # a file that can't be read is told before anything runs
+
+    def value(self, observed: Observed) -> Tensor:
+        """[L, Hk] float32."""
+        if self._values is None:
+            layers, kv_heads, _ = observed.shape
+            try:
+                imported = self._imported()
+                if imported.per_query:
+                    imported = imported.per_kv_head(kv_heads)
+                imported.check_shape(layers, kv_heads, "the model")
+                if self._what == "classes":
+                    self._values = imported.head_classes(self._share).float()
+                else:
+                    self._values = imported.windows().float()
+            except FormatError as error:
+                raise SignalError(str(error)) from error
+        return self._values
+
+    def _imported(self) -> ImportedMap:
+        try:
+            return load(self._path)
+        except FormatError as error:
+            raise SignalError(str(error)) from error
