@@ -70,6 +70,7 @@ class Role(IntEnum):
     DOCUMENT = 2  # what is asked about
     USER = 3
     GENERATED = 4
+    RESULT = 5  # what a tool answered
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,7 @@ class Batch:
         for session in sessions:
             check_length(session.decoder, session.cache.length_tokens + 1)
         stalled = [session.stall_s for session in sessions]
+        started += sum(session.look_ahead(token.view(1)) for session, token in zip(sessions, ids, strict=True))
         plans = [session.plan_step() for session in sessions]
         logits = run_together(sessions, ids.unsqueeze(1), "last", roles or [Role.GENERATED] * len(ids), self._caches)
         assert logits is not None
@@ -148,7 +149,8 @@ def run_together(
         caches.begin(tokens)
         attention = _Attention(sessions, caches)
         try:
-            out = decoder.forward(ids, positions, attention, logits)
+            watch = attention.look if attention.wants_hidden else None
+            out = decoder.forward(ids, positions, attention, logits, watch)
             break
         except LostPages as lost:
             recoveries += 1
@@ -171,8 +173,14 @@ class _Attention:
         self.slopes = None if geometry.slopes is None else geometry.slopes.view(geometry.kv_heads, -1)
         self.wants_mass = any(session.wants_mass for session in sessions)
         self.wants_queries = any(session.wants_queries for session in sessions)
+        self.wants_hidden = any(session.wants_hidden for session in sessions)
         self.queries: list[Tensor] = []
         self.masses: list[Tensor] = []
+        self.hidden: list[Tensor] = []
+
+    def look(self, layer: int, hidden: Tensor) -> None:
+        """The `Watch` of the decoder's contract."""
+        self.hidden.append(hidden[:, -1].float())
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """The `Attend` of the decoder's contract."""
@@ -196,7 +204,9 @@ class _Attention:
         for row, session in enumerate(self.sessions):
             mine = slice(row * heads, (row + 1) * heads)
             queries = [q[mine] for q in self.queries] if session.wants_queries else None
-            out.append(StepView(queries, masses[row] if session.wants_mass else None, tokens, session.steps))
+            mass = masses[row] if session.wants_mass else None
+            hidden = torch.stack([each[row] for each in self.hidden]) if session.wants_hidden else None
+            out.append(StepView(queries, mass, tokens, session.steps, hidden))
         return out
 
 

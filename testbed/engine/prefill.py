@@ -87,6 +87,7 @@ def prefill(
     keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(geometry.layers)]
     values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(geometry.layers)]
     start = 0
+    hidden: list[Tensor] = []  # of the running layer
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         stop = start + k.shape[2]
@@ -101,14 +102,17 @@ def prefill(
             slopes=geometry.slopes,
         )
         if watchers:
-            chunk = PrefillChunk(layer, q[0], lse, past_k, start, total, geometry)
+            chunk = PrefillChunk(layer, q[0], lse, past_k, start, total, geometry, past_v, hidden[0][0])
             for watcher in watchers:
                 watcher.watch_prefill(chunk)
         return out.unsqueeze(0).to(q.dtype)
 
+    def look(layer: int, given: Tensor) -> None:
+        hidden[:] = [given]
+
     for start in range(0, total, chunk_tokens):
         part = ids[start : start + chunk_tokens].unsqueeze(0)
         positions = torch.arange(start, start + part.shape[1], device=device).unsqueeze(0)
-        decoder.forward(part, positions, attend, logits="none")
+        decoder.forward(part, positions, attend, "none", look if watchers else None)
         progress(part.shape[1])
     return DenseKV(keys, values, ids, chunk_tokens)

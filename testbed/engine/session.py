@@ -22,11 +22,12 @@ from testbed.cache.budgets import archive_budget_bytes, device_slack_bytes, host
 from testbed.cache.layout import CacheConfig, device_budget
 from testbed.cache.paged import PagedCache
 from testbed.cache.pools import Pools
-from testbed.cache.saved import Reader
+from testbed.cache.saved import Reader, SavedError
 from testbed.cache.snapshot import Pins, unpin
 from testbed.decisions import DecisionLog, Header, ModelShape, Move, Step
 from testbed.engine import saved
 from testbed.engine.batch import Batch, model_id, run_together
+from testbed.engine.beside import NEWEST, Truth, full_session
 from testbed.engine.idle import Idle, parked
 from testbed.engine.lost import mended
 from testbed.engine.prefill import DenseKV, check_length, prefill
@@ -64,6 +65,7 @@ class Session:
         config: how.
         context: what signal sources are built with.
         pools: of sessions that are to run in one batch; None = pools of its own.
+        watch: signals to follow beside those that the policy needs; see `signal`.
     """
 
     def __init__(
@@ -73,11 +75,15 @@ class Session:
         config: SessionConfig,
         context: SignalContext,
         pools: Pools | None = None,
+        watch: frozenset[str] = frozenset(),
     ) -> None:
         self.decoder, self.policy, self.config = decoder, policy, config
-        self.sources: dict[str, SignalSource] = build_sources(policy.needs, context, config.signals)
+        self.sources: dict[str, SignalSource] = build_sources(policy.needs | watch, context, config.signals)
         self.wants_mass = any(source.wants_mass for source in self.sources.values())
         self.wants_queries = any(source.wants_queries for source in self.sources.values())
+        self.wants_hidden = any(source.wants_hidden for source in self.sources.values())
+        wants_truth = any(source.wants_truth for source in self.sources.values())
+        self._truth = Truth(full_session(self, context, frozenset({NEWEST}))) if wants_truth else None
         geometry = decoder.geometry
         self.cache = PagedCache(
             geometry.layers,
@@ -116,6 +122,8 @@ class Session:
         self._story.has_roles = roles is not None
         said_by = torch.full((dense.length_tokens,), UNKNOWN) if roles is None else torch.tensor(list(roles))
         self._story.chunk_tokens, self._story.context_tokens = dense.chunk_tokens, dense.length_tokens
+        if self._truth is not None:
+            self._truth.session.start(dense)
         self._watch(dense.tokens, said_by.to(torch.int8))
         self.cache.length_tokens = dense.length_tokens  # pages exist for planning, though none is placed yet
         signals = self._signals(Phase.COMPRESS, 0)
@@ -136,18 +144,39 @@ class Session:
         out = []
         for part in ids.split(self.config.cache.hot_tokens):
             started, stalled = time.perf_counter(), self.stall_s
+            started += self.look_ahead(part)
             moves = self._plan(Phase.TURN, len(part))
             got = run_together([self], part.unsqueeze(0), logits, [role])
             out.append(None if got is None else got[0])
             total = time.perf_counter() - started
             self._story.turn_times.append(StepTime(total, self._plan_s, self.stall_s - stalled))
             self._log("extend", len(part), True, moves)
+        self._story.since_plan = (
+            self.policy.every_steps
+        )  # the turn's queries are known now: the answer begins with a plan
         kept = [x for x in out if x is not None]
         return (torch.cat(kept) if logits == "all" else kept[-1]) if kept else None
 
     def step(self, token: int | Tensor, role: int = Role.GENERATED) -> Tensor:
         """One decode step: plans if one is due, runs the token, returns its logits [V]."""
         return Batch([self]).step(torch.as_tensor(token).view(1), [role])[0]
+
+    def look_ahead(self, ids: Tensor) -> float:
+        """Before the plan for tokens [T]: shows them to the signals, and the truth to those that want it. For `Batch`.
+
+        Returns:
+            Seconds that the truth took, which are no part of the session's own time.
+        """
+        for source in self.sources.values():
+            source.watch_next(ids)
+        if self._truth is None:
+            return 0.0
+        started = time.perf_counter()
+        mass = self._truth.mass(ids)
+        for source in self.sources.values():
+            if source.wants_truth:
+                source.watch_truth(mass)
+        return time.perf_counter() - started
 
     def plan_step(self) -> tuple[bool, list[Move]]:
         """Before a decode step: plans if one is due. Whether it was, and what moved. For `Batch`."""
@@ -163,6 +192,17 @@ class Session:
         self._story.times.append(StepTime(total_s, self._plan_s, stall_s))
         self._story.step += 1
         self._log("decode", 1, due, moves)
+
+    def lock(self, begin: int, end: int) -> None:
+        """Asks the policy to keep tokens [begin, end) whatever else matters; one without such a rule is not moved.
+
+        Raises:
+            ValueError: no span of the text so far.
+        """
+        if not 0 <= begin < end <= self.cache.length_tokens:
+            raise ValueError(f"lock [{begin}, {end}): must lie in the text so far, 0 to {self.cache.length_tokens}")
+        for source in self.sources.values():
+            source.watch_lock(begin, end)
 
     @torch.inference_mode()
     def park(self, tier: Tier = Tier.L2) -> Idle:
@@ -200,6 +240,7 @@ class Session:
         """
         cache = mended(self, lambda: self.cache.fork(own_pools))
         other = copy.copy(self)
+        other._truth = None if self._truth is None else self._truth.fork()
         other.cache = cache
         other.sources = {name: source.fork() for name, source in self.sources.items()}
         other._story = self._story.fork()
@@ -219,6 +260,8 @@ class Session:
             SavedError: the file can't be written, or pages can't stay in place.
             CacheError: pages of L3 are lost, with cache.on_lost=error.
         """
+        if self._truth is not None:
+            raise SavedError(f"{path}: a session that follows the full cache (signal next_mass) can't be saved")
         pins = saved.save(self, Path(path), in_place)
         unpin(self._pins)
         self._pins = pins
@@ -313,6 +356,8 @@ class Session:
     @torch.inference_mode()
     def close(self) -> None:
         """Frees the cache."""
+        if self._truth is not None:
+            self._truth.session.close()
         self.cache.close()
 
     def log(self) -> DecisionLog:
@@ -338,8 +383,7 @@ class Session:
         cache = self.cache
         held = cache.held(next_tokens)
         length = cache.length_tokens + next_tokens
-        layers, kv_heads, pages = held.mode.shape
-        observed = Observed((layers, kv_heads, pages), self.config.cache.page_tokens, cache.key_bounds)
+        observed = self.observed(held.mode.shape[2])
         return Signals(
             phase=phase,
             step=self._story.step,
@@ -352,9 +396,20 @@ class Session:
             host_budget_bytes=host_budget_bytes(cache),
             archive_budget_bytes=archive_budget_bytes(cache),
             classes=self._classes,
-            values={name: source.value(observed).cpu() for name, source in self.sources.items()},
+            values={name: self.sources[name].value(observed).cpu() for name in sorted(self.policy.needs)},
             seed=self.config.seed,
         )
+
+    def observed(self, pages: int | None = None) -> Observed:
+        """Where signals are asked for: N pages, those of the text so far if not said."""
+        page_tokens = self.config.cache.page_tokens
+        pages = -(-self.cache.length_tokens // page_tokens) if pages is None else pages
+        geometry = self.decoder.geometry
+        return Observed((geometry.layers, geometry.kv_heads, pages), page_tokens, self.cache.key_bounds)
+
+    def signal(self, name: str) -> Tensor:
+        """What a signal that the policy needs, or that was asked for by `watch`, says now; shapes as in its YAML."""
+        return self.sources[name].value(self.observed())
 
     def full_bytes(self, length_tokens: int) -> int:
         """Everything in bf16: what budgets are fractions of."""

@@ -23,6 +23,9 @@ q and k are already rotated at their absolute positions; q is not yet scaled (`G
 may be views with any strides, valid during the call only: copy what must be kept. Once a layer, in order.
 """
 
+Watch = Callable[[int, Tensor], None]
+"""(layer, hidden [B, T, C]): what the layer's attention is about to be given, after its norm; once a layer."""
+
 Logits = Literal["all", "last", "none"]
 
 
@@ -136,7 +139,23 @@ class Decoder(Protocol):
         """Token that begins a text, or None; `encode` does not add it."""
         ...
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, logits: Logits = "last") -> Tensor | None:
+    @property
+    def width(self) -> int:
+        """C, the size of a hidden state."""
+        ...
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Input embeddings of tokens [...] int64: [..., C] in the decoder's dtype, as the model looks them up."""
+        ...
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        logits: Logits = "last",
+        watch: Watch | None = None,
+    ) -> Tensor | None:
         """Runs new tokens through all layers. Keeps nothing.
 
         Args:
@@ -144,6 +163,7 @@ class Decoder(Protocol):
             positions: [B, T] int64, absolute, increasing along T.
             attend: called once a layer, in order.
             logits: "all" [B, T, V], "last" [B, 1, V] of the last token only, "none".
+            watch: shown the hidden states of every layer just before its `attend`.
 
         Returns:
             Logits, float32, or None.

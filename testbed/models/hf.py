@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from testbed.models import probe
-from testbed.models.base import Attend, Geometry, Logits, ModelError
-from testbed.models.interface import handling, switch
+from testbed.models.base import Attend, Geometry, Logits, ModelError, Watch
+from testbed.models.interface import handling, switch, watching
 from testbed.models.lean import LeanLlama
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -50,21 +50,38 @@ class HfDecoder:
         """See `Decoder.weights_bytes`."""
         return sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, logits: Logits = "last") -> Tensor | None:
+    @property
+    def width(self) -> int:
+        """See `Decoder.width`."""
+        return self.model.get_input_embeddings().embedding_dim
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """See `Decoder.embed`."""
+        with torch.no_grad():
+            return self.model.get_input_embeddings()(tokens).to(self.dtype)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        logits: Logits = "last",
+        watch: Watch | None = None,
+    ) -> Tensor | None:
         """See `Decoder.forward`."""
         if tokens.dim() != 2 or tokens.shape != positions.shape:
             raise ModelError(f"tokens {tuple(tokens.shape)} and positions {tuple(positions.shape)} must both be [B, T]")
 
         if self.lean is not None:
             with torch.no_grad():
-                return self.lean.run(tokens, positions, attend, logits)
+                return self.lean.run(tokens, positions, attend, logits, watch)
 
         def handler(
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, _mask: Tensor | None, _options: Mapping[str, Any]
         ) -> Tensor:
             return attend(module.testbed_layer, q, k, v)  # pyright: ignore[reportArgumentType]
 
-        with torch.no_grad(), handling(handler):
+        with torch.no_grad(), handling(handler), watching(self.model, watch):
             return self._run(tokens, positions, logits)
 
     def _run(self, tokens: Tensor, positions: Tensor, logits: Logits) -> Tensor | None:

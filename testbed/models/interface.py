@@ -36,6 +36,25 @@ def handling(handler: Handler) -> Iterator[None]:
         _HANDLER.reset(token)
 
 
+@contextlib.contextmanager
+def watching(model: nn.Module, watch: Callable[[int, Tensor], None] | None) -> Iterator[None]:
+    """Within the block, `watch` is shown (layer, hidden states) as each attention module gets them."""
+    hooks = []
+
+    def show(module: nn.Module, args: tuple[Any, ...], options: Mapping[str, Any]) -> None:
+        assert watch is not None
+        watch(module.testbed_layer, args[0] if args else options["hidden_states"])  # pyright: ignore[reportArgumentType]
+
+    if watch is not None:
+        modules = [module for module in model.modules() if hasattr(module, "testbed_layer")]
+        hooks = [module.register_forward_pre_hook(show, with_kwargs=True) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, None]:

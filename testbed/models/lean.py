@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.gemv import gemv_bf16
-from testbed.models.base import Attend, Geometry, Logits
+from testbed.models.base import Attend, Geometry, Logits, Watch
 
 _FAMILY = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
 _BLOCK_ROWS = 4096  # compared at once
@@ -71,7 +71,9 @@ class LeanLlama:
         plain = type(model.model.embed_tokens) is nn.Embedding and type(model.lm_head) is nn.Linear
         return plain and all(type(linear) is nn.Linear for linear in linears)
 
-    def run(self, tokens: Tensor, positions: Tensor, attend: Attend, logits: Logits) -> Tensor | None:
+    def run(
+        self, tokens: Tensor, positions: Tensor, attend: Attend, logits: Logits, watch: Watch | None = None
+    ) -> Tensor | None:
         """As `Decoder.forward`, in the dtype of the weights, without gradients."""
         geometry = self.geometry
         rotated = geometry.query_heads + geometry.kv_heads
@@ -80,6 +82,8 @@ class LeanLlama:
         cos, sin = self._rotation(hidden, positions)
         for index, layer in enumerate(self.layers):
             normed = self._norm(hidden, layer.attention_norm)
+            if watch is not None:
+                watch(index, normed)
             qkv = _linear(normed, layer.qkv, layer.qkv_bias).view(heads).transpose(1, 2)
             qk = qkv[:, :rotated]
             if layer.qk_norms is not None:

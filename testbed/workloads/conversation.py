@@ -180,7 +180,7 @@ class _Script:
         chosen = int(self.rng.integers(count))
         for at, heading in enumerate(headings):
             tokens = plain // len(headings) + (plain % len(headings) if at == count else 0)
-            role = Role.TOOL if at == count else Role.DOCUMENT
+            role = Role.RESULT if at == count else Role.DOCUMENT
             fact = 1 if at == count else 0 if at == chosen else None
             body, offset = self._stretch(tokens, fact)
             if fact is not None:

@@ -12,7 +12,7 @@ from hydra.utils import get_class
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from testbed.models.base import Geometry
+from testbed.models.base import Decoder, Geometry
 
 State = Tensor | int | float
 """What a source can save."""
@@ -32,6 +32,8 @@ class PrefillChunk:
         k: [Hk, start + T, D] all keys so far.
         start: position of the first query.
         total: tokens of the whole context.
+        v: [Hk, start + T, D] all values so far; None where nobody kept them.
+        hidden: [T, C] what the layer's attention was given; None where nobody looked.
     """
 
     layer: int
@@ -41,6 +43,8 @@ class PrefillChunk:
     start: int
     total: int
     geometry: Geometry
+    v: Tensor | None = None
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,14 @@ class StepView:
             no source wanted it.
         tokens: T, queries run.
         step: decode steps so far.
+        hidden: [L, C] float32, what each layer's attention was given for the last token; None if no source wanted it.
     """
 
     queries: Sequence[Tensor] | None
     mass: Tensor | None
     tokens: int
     step: int
+    hidden: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -68,10 +74,12 @@ class SignalContext:
     Attributes:
         page_tokens: P.
         head_measures: gives the calibrated measures of the model's heads, name -> [L, Hk].
+        decoder: the model, for its embeddings and its name; None where sources need neither.
     """
 
     page_tokens: int
     head_measures: Callable[[], Mapping[str, Tensor]]
+    decoder: Decoder | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,16 @@ class SignalSource(PrefillWatcher, Protocol):
         """Whether the cache must keep key bounds."""
         ...
 
+    @property
+    def wants_hidden(self) -> bool:
+        """Whether it reads the hidden states of each step."""
+        ...
+
+    @property
+    def wants_truth(self) -> bool:
+        """Whether it must know how the full cache will attend: then one runs beside the session, a step ahead."""
+        ...
+
     def watch_tokens(self, tokens: Tensor) -> None:
         """Sees the context's tokens, then each generated one."""
         ...
@@ -125,6 +143,18 @@ class SignalSource(PrefillWatcher, Protocol):
 
     def watch_turn(self, tokens: Tensor) -> None:
         """Sees the tokens of a turn before they are run."""
+        ...
+
+    def watch_next(self, tokens: Tensor) -> None:
+        """Sees the tokens of the coming run, [T], before the plan for it: part of a turn, or the newest token."""
+        ...
+
+    def watch_truth(self, mass: Tensor) -> None:
+        """Sees, before the plan, what each page will get in the coming run under the full cache: [L, Hk, N] shares."""
+        ...
+
+    def watch_lock(self, begin: int, end: int) -> None:
+        """Sees which tokens, from `begin` up to `end`, the user wants kept whatever else matters."""
         ...
 
     def watch_step(self, view: StepView) -> None:
@@ -154,6 +184,8 @@ class Source:
     wants_mass = False
     wants_queries = False
     wants_bounds = False
+    wants_hidden = False
+    wants_truth = False
 
     def watch_prefill(self, chunk: PrefillChunk) -> None:
         """Nothing."""
@@ -165,6 +197,15 @@ class Source:
         """Nothing."""
 
     def watch_turn(self, tokens: Tensor) -> None:
+        """Nothing."""
+
+    def watch_next(self, tokens: Tensor) -> None:
+        """Nothing."""
+
+    def watch_truth(self, mass: Tensor) -> None:
+        """Nothing."""
+
+    def watch_lock(self, begin: int, end: int) -> None:
         """Nothing."""
 
     def watch_step(self, view: StepView) -> None:

@@ -49,7 +49,7 @@ def test_lengths_are_exact_and_every_fact_stands_where_it_says(
         told = [turn for turn in sample.history if len(turn.tokens) == turn_tokens and turn.role == Role.USER]
         assert len(told) >= at + 1
         roles = [*sample.roles, *(turn.role for turn in sample.history for _ in turn.tokens)]  # type: ignore[misc]
-        expected = {"document": Role.DOCUMENT, "tool": Role.TOOL, "user": Role.USER}[sample.meta["asked_about"]]
+        expected = {"document": Role.DOCUMENT, "tool": Role.RESULT, "user": Role.USER}[sample.meta["asked_about"]]
         assert set(roles[begin : begin + size]) == {expected}
 
 
@@ -72,7 +72,7 @@ def test_context_holds_system_prompt_documents_and_tool_result_in_order() -> Non
     (sample,) = samples(words=words, lengths=[400], turns=1, documents=3)
     assert sample.roles is not None
     order = [role for role, _ in groupby(sample.roles)]
-    assert order == [Role.SYSTEM, Role.DOCUMENT, Role.TOOL]
+    assert order == [Role.SYSTEM, Role.DOCUMENT, Role.RESULT]
     text = words.decode(sample.context_tokens)
     assert [text.count(f"Document {at}:") for at in range(1, 5)] == [1, 1, 1, 0]
 
