@@ -1,0 +1,1 @@
+"""The core-token predictor: its data, its training, its evaluation; `python -m testbed.predictor ...`."""
