@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from testbed.heads.calibration import CalibrationConfig, CalibrationError, Tick
 from testbed.heads.headmap import Measured
 from testbed.heads.measures.copying import SpanMass
 from testbed.heads.measures.shape import UNITS, Shape
-from testbed.heads.texts import CalibrationText, texts
+from testbed.heads.texts import Asking, CalibrationText, texts
 from testbed.models.base import Decoder
 
 RATIOS = ("head_tool_result", "head_role_following")
@@ -20,18 +20,52 @@ RATIOS = ("head_tool_result", "head_role_following")
 
 def text_group(decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
     """The shape of attention on plain text."""
-    found = texts("text", decoder, config.text_tokens, config.text_samples, config.seed)
-    return watch(decoder, config, found, tick)
+    return _of_task("text", decoder, config, tick)
+
+
+def induction_group(decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
+    """`head_induction`, and the shape of attention on random tokens that are repeated."""
+    return _of_task("induction", decoder, config, tick)
+
+
+def code_group(decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
+    """`head_bracket`, and the shape of attention on source code."""
+    return _of_task("code", decoder, config, tick)
+
+
+def dialogue_group(decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
+    """`head_tool_result`, `head_role_following`, and the shape of attention on what agents say."""
+    return _of_task("dialogue", decoder, config, tick)
+
+
+def other_language_group(decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
+    """The shape of attention on another language."""
+    return _of_task("other_language", decoder, config, tick)
 
 
 def needle_group(decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
-    """`retrieval_score`, and the shape of attention on the same texts."""
+    """`retrieval_score`, and the shape of attention on the same texts: on all rows, and on those that copy."""
     found = [
-        text
+        replace(text, asks={**text.asks, **_reach(text.asks["retrieval_score"], config)})
         for length in config.needle_lengths
         for text in texts("needle", decoder, length, config.needle_samples_per_cell, config.seed)
     ]
     return watch(decoder, config, found, tick)
+
+
+def _of_task(task: str, decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
+    found = texts(task, decoder, config.text_tokens, config.text_samples, config.seed)
+    return watch(decoder, config, found, tick)
+
+
+def _reach(asking: Asking, config: CalibrationConfig) -> dict[str, Asking]:
+    """How near and how far the rows look that copy an answer."""
+    near = tuple(((max(0, row + 1 - config.local_window_tokens), row + 1),) for row in asking.rows)
+    far = tuple(((0, max(0, row + 1 - config.long_range_tokens)),) for row in asking.rows)
+    return {
+        "head_local_ratio_copying": Asking(asking.rows, near),
+        "head_long_range_copying": Asking(asking.rows, far),
+    }
 
 
 @dataclass

@@ -29,7 +29,7 @@ class SpanMass(Source):
     def watch_prefill(self, chunk: PrefillChunk) -> None:
         """Adds the rows inside this chunk."""
         inside = (self._rows >= chunk.start) & (self._rows < chunk.start + chunk.q.shape[1])
-        for at in inside.nonzero().flatten().split(BLOCK_ROWS):
+        for at in inside.nonzero().flatten().split(BLOCK_ROWS) if bool(inside.any()) else ():
             rows = self._rows[at]
             p = attention_rows(chunk, (rows - chunk.start).to(chunk.q.device))
             counted = self._counted(at, p.shape[-1]).to(p.device)
