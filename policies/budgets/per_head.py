@@ -22,7 +22,7 @@ class PerHead:
     """LOCAL heads keep the pages of their own window, SPECIAL ones so many chosen tokens, others everything.
 
     Attributes:
-        window: signal [L, Hk], tokens.
+        window: signal [L, Hk], tokens; 0 = the whole context.
         safety_factor: what it is multiplied by.
         least_tokens: no window is shorter.
         special_tokens: as of `PerClass`.
@@ -56,9 +56,11 @@ class PerHead:
 
     def share(self, signals: Signals, fmt: Tensor) -> Share:
         """Windows of LOCAL heads make pages ineligible; the quota of a SPECIAL head is as of `PerClass`."""
-        tokens = (head_signal(signals, self.window).double() * self.safety_factor).clamp(min=self.least_tokens)
+        asked = head_signal(signals, self.window).double()
+        tokens = (asked * self.safety_factor).clamp(min=self.least_tokens)
         whole = (tokens / signals.page_tokens).ceil() * signals.page_tokens
-        window = torch.where(head_classes(signals) == Head.LOCAL, whole, torch.inf)
+        bound = (head_classes(signals) == Head.LOCAL) & (asked != 0)
+        window = torch.where(bound, whole, torch.inf)
         steps = {Head.LOCAL: self.local_update_steps, Head.SPECIAL: self.special_update_steps}
         return class_share(signals, fmt, window, self.special_tokens, steps)
 

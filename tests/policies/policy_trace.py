@@ -47,7 +47,7 @@ def scrambled(shape: tuple[int, ...], salt: int) -> Tensor:
 def is_about_heads(name: str) -> bool:
     """Whether a signal is [L, Hk]; its YAML says by its source."""
     source = yaml.safe_load((CONF / "signal" / f"{name}.yaml").read_text())["_target_"]
-    return source.startswith("testbed.engine.signals.heads.")
+    return source.startswith(("testbed.engine.signals.heads.", "testbed.engine.signals.monitor."))
 
 
 def values_for(needs: frozenset[str], pages: int, moment: int) -> dict[str, Tensor]:

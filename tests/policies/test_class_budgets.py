@@ -64,15 +64,15 @@ def test_a_window_slides_once_in_so_many_tokens(steps: int) -> None:
 
 
 def test_every_local_head_has_its_own_window() -> None:
-    window = torch.tensor([[10.0, 1.0], [100.0, 3.0], [50.2, 1e9]])
+    window = torch.tensor([[10.0, 1.0], [100.0, 3.0], [50.2, 0.0]])
     signals = at_length(500, w=window)
     classes = torch.full((LAYERS, KV_HEADS), int(Head.LOCAL), dtype=torch.int8)
     classes[0, 1], classes[1, 1] = int(Head.SPECIAL), int(Head.GLOBAL)
     signals = replace(signals, classes=classes)
     part = PerHead("w", 1.5, 64, 40, 1, 1, *BLOCKS)
     share = part.share(signals, formats(signals, Format.INT4))
-    # 1.5 * 10 is below the least of 64; 1.5 * 100 = 150 and 1.5 * 50.2 = 75.3 are rounded up to pages.
-    expected = [[64, None], [160, None], [80, 10**9]]
+    # 1.5 * 10 is below the least of 64; 1.5 * 100 = 150 and 1.5 * 50.2 = 75.3 are rounded up to pages; 0 = no window.
+    expected = [[64, None], [160, None], [80, None]]
     for layer, head in ((layer, head) for layer in range(LAYERS) for head in range(KV_HEADS)):
         tokens = expected[layer][head]
         assert share.eligible[layer, head].tolist() == touches(500, 0 if tokens is None else 500 - tokens)

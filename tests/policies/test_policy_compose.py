@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from hydra import compose, initialize_config_dir
 from hydra.core.object_type import ObjectType
 from hydra.errors import ConfigCompositionException
@@ -241,14 +241,8 @@ def run_command(folder: Path, *arguments: str) -> subprocess.CompletedProcess[st
     hydra = f"{{sweep: {{dir: {folder}/sweep}}, run: {{dir: {folder}/run}}}}"
     config = f"defaults: [policy: full, _self_]\nout: {folder}/out\nhydra: {hydra}\n"
     (folder / "config.yaml").write_text(config)
-    return subprocess.run(
-        [sys.executable, "command.py", *arguments],
-        cwd=folder,
-        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder), "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HOME": str(folder), "PATH": "/usr/bin:/bin"}
+    return warm.run(["command.py", *arguments], cwd=folder, env=environment)
 
 
 def test_a_sweep_composes_in_the_workers_of_joblib(tmp_path: Path) -> None:
