@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_guard_store import Fence
@@ -229,13 +229,8 @@ def use_the_fence(at_end: bool) -> None:
 def test_native_copies_stay_inside_their_tensors(at_end: bool) -> None:
     choose_backend("cpu")
     folder = Path(__file__).parent
-    done = subprocess.run(
-        [sys.executable, __file__, str(int(at_end))],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join((str(folder), str(folder.parents[1])))},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    path = os.pathsep.join((str(folder), str(folder.parents[1])))
+    done = warm.run([__file__, str(int(at_end))], env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == 0, done.stderr[-2000:]
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 CODE = """
 import sys
@@ -39,8 +39,7 @@ print("right")
 def built(tmp_path: Path, flags: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TESTBED_CACHE": str(tmp_path), "TESTBED_NATIVE_FLAGS": f"-O0 {flags}"}
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", CODE]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, env=environment)
+    return warm.run(["-c", CODE], cwd=root, env=environment)
 
 
 @pytest.mark.parametrize("flags", ["-march=x86-64", "-DTESTBED_EMULATE_BF16"])

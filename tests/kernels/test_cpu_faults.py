@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 
 from kernels.api import PageTable, Pool, attend
 from kernels.pages import decode, encode, page_format, views
@@ -39,8 +38,7 @@ def held_bytes(which):
 
 def answer(code: str) -> str:
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", CASE + code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, timeout=120)
+    done = warm.run(["-c", CASE + code], cwd=root, timeout=120)
     assert done.returncode == 0, (done.returncode, done.stderr[-800:])
     return done.stdout
 

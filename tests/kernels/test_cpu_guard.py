@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 CODE = """
 import ctypes, mmap, sys
@@ -68,8 +68,7 @@ print("inside")
 
 def guarded_run(page_tokens: str, head_dims: str, code: str = CODE) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parents[2]
-    command = [sys.executable, "-c", code, page_tokens, head_dims]
-    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+    return warm.run(["-c", code, page_tokens, head_dims], cwd=root)
 
 
 def test_nothing_beyond_the_arguments_is_touched() -> None:

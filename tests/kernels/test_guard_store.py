@@ -6,12 +6,12 @@ import ctypes
 import itertools
 import mmap
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import warm
 from torch import Tensor
 
 from kernels.api import PageTable, Pool, append, choose_backend, gather, scatter
@@ -90,13 +90,7 @@ def use_everything(fence: Fence) -> None:
 def test_native_code_stays_inside_its_tensors(at_end: bool) -> None:
     choose_backend("cpu")  # built before, so that the other process only loads it
     root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, __file__, str(int(at_end))],
-        env={**os.environ, "PYTHONPATH": str(root), "PYTHONFAULTHANDLER": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = warm.run([__file__, str(int(at_end))], env={**os.environ, "PYTHONPATH": str(root)})
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -108,7 +102,7 @@ def test_the_fence_stands() -> None:
     )
     folder = Path(__file__).parent
     path = os.pathsep.join((str(folder), str(folder.parents[1])))
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True)
+    done = warm.run(["-c", code], env={**os.environ, "PYTHONPATH": path})
     assert done.returncode == -11
 
 

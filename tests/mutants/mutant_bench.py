@@ -59,7 +59,8 @@ class Bench:
             hidden = shutil.ignore_patterns(".*", *["__pycache__"] * self.parts.native)
             for part in self.parts.folders:
                 shutil.copytree(ROOT / part, place / part, ignore=hidden)
-            shutil.copy(ROOT / "pyproject.toml", place)
+            for name in ("pyproject.toml", "tests/conftest.py", "tests/warm.py"):
+                shutil.copy(ROOT / name, place / name)
         return place
 
     def run(self, place: Path, tests: tuple[str, ...], interp: bool = False) -> tuple[int, str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from archive_case import ABOUT, ENGINES, FORMATS, Faults, blobs_of, open_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -283,7 +282,7 @@ for _ in range(2):
 file.close()
 """
     here = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), here], capture_output=True, text=True, timeout=60)
+    done = warm.run(["-c", code, str(tmp_path), here], timeout=60)
     assert done.stdout.count("Device or resource busy") == 2, done.stderr
 
 
@@ -352,6 +351,6 @@ assert (pool.read(slots) == blobs).all()
 pool.file.close()
 """
     here = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path), here], capture_output=True, text=True, timeout=60)
+    done = warm.run(["-c", code, str(tmp_path), here], timeout=60)
     assert done.returncode == 0, done.stderr
     assert "forked" in done.stdout

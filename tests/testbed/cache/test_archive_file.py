@@ -8,8 +8,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from archive_case import ABOUT, ENGINES, FORMATS, blobs_of, open_file, pools_of, takes
 from torch import Tensor
 
@@ -64,8 +63,7 @@ kept = written(Path(sys.argv[1]))
 print("ready", flush=True)
 time.sleep(60)
 """
-        child = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
+        child = warm.start(["-c", code, str(tmp_path)])
         assert child.stdout.readline() == "ready\n"
         child.kill()
         child.wait()
@@ -212,9 +210,7 @@ while True:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_after_kill_9_in_the_middle_of_writes_pages_are_right_or_found(tmp_path: Path, engine: str) -> None:
     path = tmp_path / "pages.kv"
-    command = [sys.executable, "-c", KILLED, str(path), engine]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
+    child = warm.start(["-c", KILLED, str(path), engine])
     lines = [child.stdout.readline() for _ in range(20)]
     time.sleep(0.02)
     child.send_signal(signal.SIGKILL)
@@ -273,7 +269,7 @@ for attempt in (open_file, check_archive):
     except ArchiveError as error:
         print(error)
 """
-    done = subprocess.run([sys.executable, "-c", code, str(path), HERE], capture_output=True, text=True)
+    done = warm.run(["-c", code, str(path), HERE])
     assert (
         done.stdout.splitlines()
         == [f"cache.l3_path={path}: is in use by another run; wait for it or name another file"] * 2

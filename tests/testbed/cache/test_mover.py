@@ -10,7 +10,6 @@ import contextlib
 import gc
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import warm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -591,9 +591,7 @@ print("end")
 )
 def test_the_interpreter_ends_with_work_left(last: str, code: int) -> None:
     started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-c", AT_EXIT.format(last=last)], cwd=ROOT, capture_output=True, text=True, timeout=60
-    )
+    done = warm.run(["-c", AT_EXIT.format(last=last)], cwd=ROOT, timeout=60)
     assert done.returncode == code, done.stderr
     assert ("end" in done.stdout) == (code == 0)
     assert "Fatal" not in done.stderr

@@ -6,13 +6,12 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -161,7 +160,8 @@ def test_full_disk_leaves_the_old_record(tmp_path: Path) -> None:
         "try:\n    save(big, sys.argv[1])\n"
         "except RecordError as error:\n    print(error)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
+    done = warm.run(["-c", script, str(tmp_path)])
+    assert done.returncode == 0, done.stderr
     assert f"{tmp_path / FILE_NAME}: cannot write: " in done.stdout
     assert os.listdir(tmp_path) == [FILE_NAME]
     assert load(tmp_path) == make()
@@ -193,8 +193,7 @@ def test_killed_while_saving_leaves_a_whole_record(tmp_path: Path) -> None:
         "while True:\n    for r in records:\n        save(r, sys.argv[1])\n"
     )
     for delay in (0.02, 0.05, 0.11):
-        child = subprocess.Popen([sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE)
-        assert child.stdout is not None
+        child = warm.start(["-c", script, str(tmp_path)])
         child.stdout.readline()
         until = time.monotonic() + 30
         while not (tmp_path / FILE_NAME).exists() and time.monotonic() < until:
