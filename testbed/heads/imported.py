@@ -123,7 +123,8 @@ class ImportedMap:
             if self.kind != "duoattention":
                 raise FormatError(f"{self.name} has scores but no classes: global_share must say how many are global")
             return torch.where(self.score >= DUO_THRESHOLD, int(Head.GLOBAL), int(Head.LOCAL)).to(torch.int8)
-        if isinstance(global_share, bool) or not 0 <= global_share <= 1:
+        number = isinstance(global_share, int | float) and not isinstance(global_share, bool)
+        if not number or not 0 <= global_share <= 1:
             raise FormatError(f"global_share={global_share!r}: must be a number from 0 to 1")
         order = self.score.flatten().argsort(descending=True, stable=True)
         classes = torch.full((order.numel(),), int(Head.LOCAL), dtype=torch.int8)
