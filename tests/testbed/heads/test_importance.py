@@ -181,8 +181,9 @@ def test_packed_weights_are_copied_and_the_decoder_stays_as_it_was(decoder: HfDe
 
 
 def test_what_cannot_be_measured_is_refused(decoder: HfDecoder) -> None:
+    other: Any = _Other()
     with pytest.raises(ModelError, match="gradients need transformers' modules"):
-        Differentiable(object.__new__(_Other))
+        Differentiable(other)
     for asking in ([], [CONTEXT - 1], [COUNT - 1]):
         with pytest.raises(ValueError, match="must be positions from context_tokens=15"):
             cut(decoder, TOKENS, CONTEXT, asking)

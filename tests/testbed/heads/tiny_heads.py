@@ -26,9 +26,10 @@ def build(seed: int = 0) -> Any:
         num_key_value_heads=HK,
         intermediate_size=40,
         initializer_range=0.3,
-        attn_implementation="eager",
     )
-    return tf.LlamaForCausalLM(config).eval()
+    model: Any = tf.LlamaForCausalLM(config).eval()
+    model.set_attn_implementation("eager")
+    return model
 
 
 def tiny(seed: int = 0) -> HfDecoder:
