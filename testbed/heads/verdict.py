@@ -1,0 +1,203 @@
+"""`python -m testbed.heads verdict [MAP] classifiers=[retrieval,described]`: which head maps beat chance, and why not.
+
+Every classifier is run under the policy `redknot` beside maps with the same classes dealt by chance: the same number of
+heads of each class, and with it the same bytes (`testbed.heads.trial`, `testbed.heads.judge`). The verdict is written
+into the map, or, where none is named, kept for the model; whatever shows a map or a run says it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from policies.base import Classifier, Head, Phase, Plan, Policy, PolicyError, Signals
+from testbed.assets import cache_dir
+from testbed.cache.layout import CacheConfig
+from testbed.compose import compose_policy
+from testbed.engine.signals import SignalContext
+from testbed.heads import trial
+from testbed.heads.headmap import HeadMapError
+from testbed.heads.judge import Verdict, judge, reason
+from testbed.models.base import Decoder, Geometry
+from testbed.results.record import write_atomically
+
+POLICY = "redknot"
+CONTROLS = ("random", "uniform", "stride", "dense")
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A classifier with its verdict.
+
+    Attributes:
+        classes: [L, Hk] int8 of `Head`.
+        identity: see `identity`.
+        verdict: how it did.
+    """
+
+    classes: Tensor
+    identity: str
+    verdict: Verdict
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values."""
+        return {**self.verdict.plain(), "identity": self.identity}
+
+
+def identity(classifier: Classifier) -> str:
+    """What a classifier is, whatever its thresholds: its class and the measures it reads."""
+    kind = type(classifier)
+    return f"{kind.__module__}.{kind.__qualname__}({', '.join(sorted(classifier.needs))})"
+
+
+def classifier_of(name: str, config: trial.TrialConfig) -> Classifier:
+    """The named classifier, at the trial's quantiles where it has any.
+
+    Raises:
+        PolicyError: there is no such classifier.
+    """
+    made = compose_policy(POLICY, [f"policy/classifier={name}"]).classifier
+    if hasattr(made, "local_quantile"):
+        changes: Any = {"local_quantile": config.local_quantile, "global_quantile": config.global_quantile}
+        made = replace(made, **changes)  # type: ignore[type-var]
+    return made
+
+
+def classes_of(
+    classifier: Classifier, geometry: Geometry, measures: Mapping[str, Tensor], page_bytes: Any, seed: int = 0
+) -> Tensor:
+    """[L, Hk] int8 of `Head`: what a classifier says of a model whose heads are measured.
+
+    Raises:
+        PolicyError: it reads something that is not a measure of heads, or that nobody measured.
+    """
+    missing = sorted(name for name in classifier.needs if name not in measures)
+    if missing:
+        raise PolicyError(
+            f"{identity(classifier)}: nobody measured {missing[0]!r}; there are {', '.join(sorted(measures))}"
+        )
+    signals = Signals(
+        phase=Phase.COMPRESS,
+        step=0,
+        length_tokens=1,
+        page_tokens=16,
+        hot=torch.zeros(1, dtype=torch.bool),
+        held=Plan.dense(geometry.layers, geometry.kv_heads, 1),
+        page_bytes=page_bytes,
+        values={name: measures[name] for name in classifier.needs},
+        seed=seed,
+    )
+    return classifier.classify(signals)
+
+
+def dealt(classes: Tensor, maps: int, seed: int) -> list[Tensor]:
+    """So many maps with the same number of heads of each class, dealt by chance."""
+    counts = torch.cat([torch.full((int((classes == head).sum()),), int(head), dtype=torch.int8) for head in Head])
+    out = []
+    for at in range(maps):
+        order = torch.randperm(len(counts), generator=torch.Generator().manual_seed(1000 * seed + at))
+        out.append(counts[order].reshape(classes.shape))
+    return out
+
+
+def verdicts(
+    decoder: Decoder,
+    classifiers: Mapping[str, Classifier],
+    measures: Mapping[str, Tensor],
+    config: trial.TrialConfig,
+    cache: CacheConfig | None = None,
+    policy: Policy | None = None,
+    tick: trial.Tick = lambda tokens: None,
+) -> dict[str, Judged]:
+    """The verdict on every classifier.
+
+    Args:
+        decoder: the model.
+        classifiers: name -> part.
+        measures: name -> [L, Hk]; all that the classifiers read.
+        config: what they are tried on.
+        cache: None = the default one.
+        policy: whose classifier is replaced; None = `redknot`.
+        tick: called with the tokens of each context that is done.
+    """
+    cache = cache or CacheConfig()
+    policy = policy or compose_policy(POLICY)
+    size = cache.page_bytes(decoder.geometry.head_dim, with_bounds=False)
+    classes = {name: classes_of(part, decoder.geometry, measures, size) for name, part in classifiers.items()}
+    maps: dict[str, Tensor] = dict(classes)
+    controls: dict[str, list[str]] = {}
+    for name, mine in classes.items():
+        counts = [int((mine == head).sum()) for head in Head]
+        controls[name] = [f"random {counts} {at}" for at in range(config.random_maps)]
+        maps |= dict(zip(controls[name], dealt(mine, config.random_maps, config.seed), strict=True))
+    trials = trial.run(
+        decoder, maps, policy, cache, config.samples(decoder), SignalContext(cache.page_tokens, lambda: measures), tick
+    )
+    known = {name for part in classifiers.values() for name in part.needs}
+    seen = {name: measures[name] for name in sorted(known) if name in measures}
+    return {
+        name: Judged(
+            classes[name],
+            identity(part),
+            judge(trials, name, controls[name], classes[name], reason(classes[name], seen)),
+        )
+        for name, part in classifiers.items()
+    }
+
+
+# --- kept verdicts -----------------------------------------------------------------------------------------------
+
+
+def kept_path(fingerprint: str) -> Path:
+    """Where verdicts about a model are kept on this machine."""
+    return cache_dir() / "headmaps" / f"verdicts-{fingerprint}.json"
+
+
+def kept(fingerprint: str) -> dict[str, dict[str, Any]]:
+    """Classifier -> verdict, of this machine over those that come with the testbed; empty for an unknown model.
+
+    Raises:
+        HeadMapError: a file that is no such thing.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    shipped = resources.files("testbed.heads") / "verdicts" / f"{fingerprint}.json"
+    for path in (shipped, kept_path(fingerprint)):
+        if not path.is_file():
+            continue
+        try:
+            found |= {str(name): dict(verdict) for name, verdict in json.loads(path.read_text()).items()}
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise HeadMapError(f"{path}: not verdicts ({error}); delete the file") from error
+    return found
+
+
+def keep(fingerprint: str, judged: Mapping[str, Judged]) -> Path:
+    """Adds verdicts to those kept on this machine."""
+    path = kept_path(fingerprint)
+    before = json.loads(path.read_text()) if path.is_file() else {}
+    plain = {**before, **{name: each.plain() for name, each in judged.items()}}
+    write_atomically(path, json.dumps(plain, indent=1) + "\n")
+    return path
+
+
+def label(classifier: Classifier, fingerprint: str) -> str:
+    """What must be said wherever this classifier is used on this model: "" unless it failed to beat chance."""
+    for verdict in kept(fingerprint).values():
+        if verdict.get("identity") == identity(classifier) and not verdict["beats_random"]:
+            return f"this head map is not better than random: {verdict['why']}"
+    return ""
+
+
+def lines(judged: Mapping[str, Judged] | Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """One line a classifier."""
+    for name, each in judged.items():
+        verdict = each.plain() if isinstance(each, Judged) else each
+        says = "beats random" if verdict["beats_random"] else "not better than random"
+        yield f"{name}: {says}: {verdict['why']}"
