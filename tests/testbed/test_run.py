@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import time
@@ -14,7 +13,7 @@ import pytest
 import transformers as tf
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
-from tiny_run import Place, errors, finish, left_behind, save_model, save_text, start
+from tiny_run import Place, errors, finish, left_behind, save_model, save_text, start, start_cold
 
 from testbed import summary
 from testbed.commands import MENDABLE, describe
@@ -83,7 +82,7 @@ def check_sound(record: Record, folder: Path) -> None:
 @pytest.mark.assets
 def test_the_main_job_on_the_real_model(tmp_path: Path) -> None:
     small = ["workload.lengths=[512]", "workload.needles_per_context=1", "workload.depths=[0.5]"]
-    done = finish(start(tmp_path / "out", "policy=quest", "budget.fraction=0.5", *small))
+    done = finish(start_cold(tmp_path / "out", "policy=quest", "budget.fraction=0.5", *small))
     assert done.returncode == 0, done.stderr
     record = load(tmp_path / "out")
     check_sound(record, tmp_path / "out")
@@ -268,11 +267,6 @@ def test_terminate_is_like_interrupt(place: Place, tmp_path: Path, monkeypatch: 
 # --- bad input: once through the real command for each way an error comes about -----------------------------------
 
 
-def full_disk() -> None:
-    """Stands for a disk without space: no file may be longer than this."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
@@ -306,8 +300,9 @@ def test_unwritable_run_folder(place: Place, tmp_path: Path) -> None:
 
 
 def test_no_disk_space(place: Place, tmp_path: Path) -> None:
+    """A limit on the length of files stands for a full disk."""
     folder = tmp_path / "out"
-    done = place.run(folder, "hydra.output_subdir=null", preexec_fn=full_disk)
+    done = place.run(folder, "hydra.output_subdir=null", most_file_bytes=2000)
     assert done.returncode == 2
     assert errors(done)[-1].startswith(f"error: {folder / 'record.json'}: cannot write: File too large")
     assert "Traceback" not in done.stderr

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers as tf
+import warm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 
@@ -77,19 +78,29 @@ class Place:
         return finish(start(folder, *self.changed(*more), **options))
 
 
-def start(folder: Path, *overrides: str, flags: Sequence[str] = (), **options: Any) -> subprocess.Popen[str]:
-    """The real command; one run goes to `folder`, a sweep (flags=["-m"]) below it."""
+def arguments(folder: Path, *overrides: str, flags: Sequence[str] = ()) -> tuple[list[str], dict[str, str]]:
+    """Of the real command, and its environment; one run goes to `folder`, a sweep (flags=["-m"]) below it."""
     dirs = [f"hydra.run.dir={folder}", f"hydra.sweep.dir={folder}"]
-    command = [sys.executable, "-m", "testbed.run", *flags, *overrides, *dirs]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
-    return subprocess.Popen(
-        command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options
-    )
+    return ["-m", "testbed.run", *flags, *overrides, *dirs], environment
 
 
-def finish(process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
+def start(folder: Path, *overrides: str, flags: Sequence[str] = (), **options: Any) -> warm.Process:
+    """The real command, in a process that has imported what is not ours."""
+    command, environment = arguments(folder, *overrides, flags=flags)
+    return warm.start(command, env=environment, **options)
+
+
+def start_cold(folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    """The real command as a user starts it."""
+    command, environment = arguments(folder, *overrides)
+    pipe = subprocess.PIPE
+    return subprocess.Popen([sys.executable, *command], env=environment, text=True, stdout=pipe, stderr=pipe)
+
+
+def finish(process: warm.Process | subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
     out, said = process.communicate(timeout=300)
-    return subprocess.CompletedProcess(process.args, process.returncode, out, said)
+    return subprocess.CompletedProcess(process.args, process.wait(), out, said)
 
 
 def errors(done: subprocess.CompletedProcess[str]) -> list[str]:
