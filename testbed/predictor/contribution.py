@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from testbed.heads.differentiable import Differentiable
+from testbed.predictor.drive import Moment
 
 
 class ContributionError(ValueError):
@@ -73,6 +74,19 @@ class Step:
         pages = -(-(self.keys.shape[2] + 1) // self.page_tokens)
         if self.hot.shape != (pages,) or not bool(self.hot[-1]):
             raise ContributionError(f"hot: must be [{pages}] and hold the last page, got {self.hot.tolist()}")
+
+
+def step_of(moment: Moment) -> Step:
+    """The step that is about to be run under the full cache, judged by the token that follows in the document.
+
+    Raises:
+        ContributionError: keys and values were not remembered.
+    """
+    memory, tokens, at = moment.memory, moment.document.tokens, moment.at
+    if memory is None:
+        raise ContributionError("contributions need the full cache's keys and values: drive(..., remember=True)")
+    keys, values = (side[:, :, :at] for side in (memory.keys, memory.values))
+    return Step(tokens[at], tokens[at + 1], keys, values, moment.signals.hot, moment.signals.page_tokens)
 
 
 @torch.inference_mode(False)

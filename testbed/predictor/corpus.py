@@ -36,6 +36,7 @@ COPY_TOKENS = 8
 COPY_APART_TOKENS = 256  # a copy from nearer is found in the recent window and retrieves nothing
 START_TOKENS = 512  # least context before the first window
 WINDOW_APART_TOKENS = 96
+LATE_PIECE = 6  # of an agent's session, if it still fits into the length, the session has turns to look at
 MODULE_CHARS = (16_000, 60_000)
 SOURCES: Mapping[Part, Split] = {"train": "calibration", "test": "test"}
 
@@ -97,9 +98,9 @@ class Document:
 
 def documents(
     decoder: Decoder,
-    length_tokens: int = 4096,
+    length_tokens: int = 3072,
     seed: int = 0,
-    windows: int = 4,
+    windows: int = 3,
     window_tokens: int = 12,
     amounts: Mapping[Part, Amounts] = AMOUNTS,
     text: Text = None,
@@ -111,7 +112,8 @@ def documents(
         decoder: tokenises; the text is cut to its limit.
         length_tokens: of the longest documents; others are of half or three quarters of it.
         seed: of the stretches.
-        windows: stretches of each document that are run step by step; agents' sessions get half as many more.
+        windows: stretches of each document that are run step by step, half as many more of agents' sessions; 0 = none,
+            and then documents are not cut after the last.
         window_tokens: steps of each.
         amounts: documents of each kind.
         text: essays by name or a place of text files; None for the testbed's own.
@@ -129,7 +131,8 @@ def documents(
         makers = (_essays, _modules, _agents, _needles)
         for kind, maker in zip(("essay", "code", "agent", "needle"), makers, strict=True):
             made = maker(decoder, part, length_tokens, amounts[part], seed, text, data)
-            out += [_with_windows(Document(n, kind, part, *_marked(p)), windows, window_tokens) for n, p in made]
+            placed = [_with_windows(Document(n, kind, part, *_marked(p)), windows, window_tokens) for n, p in made]
+            out += [each for each in placed if each.windows or not windows]
     return out
 
 
@@ -187,11 +190,11 @@ def _modules(
 def _agents(
     decoder: Decoder, part: Part, length: int, amounts: Amounts, seed: int, text: Text, data: Path | None
 ) -> Made:
-    """Sessions of agents, every second of each collection to the part that judges."""
+    """Sessions of agents, every second of each collection to the part that judges; none that begins too late."""
     found = agents.sessions(data, decoder.encode)
-    chosen = [each for each in found if each.judges == (part == "test")][: amounts.agents]
-    for session in chosen:
-        yield session.name, _cut(session.pieces, length)
+    chosen = [(each.name, _cut(each.pieces, length)) for each in found if each.judges == (part == "test")]
+    answered = [(name, pieces) for name, pieces in chosen if any(len(p.tokens) > 0 for p in pieces[LATE_PIECE:])]
+    yield from answered[: amounts.agents]
 
 
 def _needles(
@@ -251,7 +254,9 @@ def copied(tokens: Sequence[int]) -> list[bool]:
 
 
 def _with_windows(document: Document, windows: int, window_tokens: int) -> Document:
-    """With windows placed, as many of each phase as can be, and cut after the last of them."""
+    """With windows placed, as many of each phase as can be, and cut after the last of them; whole if none is wanted."""
+    if not windows:
+        return document
     if document.kind == "needle":
         chosen = answers(document.phases, window_tokens)
     elif document.kind == "agent":  # short turns of all phases: half as many windows more, from the first answer on

@@ -1,14 +1,15 @@
 """What a core-token predictor learns from: features of pages before a step, and what the step then attended to.
 
 Real sessions are driven over the corpus (`testbed.predictor.drive`); at each step of a window some heads are written
-down, one row a head, both under the full cache and where only a small share of the pages is attended. Once a window
-all heads are, with each page's contribution to the next token's logit. Rows are kept in $TESTBED_CACHE/recordings, a
+down, one row a head, both under the full cache and where only a small share of the pages is attended. Once in every
+second window all heads are, with each page's contribution to the next token's logit. Rows are kept in $TESTBED_CACHE/recordings, a
 file for each document, by a hash of the corpus, the settings, the model and the code that makes the features; an
 interrupted recording goes on where it was.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
 import json
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module, resources
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
@@ -32,7 +34,7 @@ from testbed.engine.session import Session
 from testbed.engine.signals import Observed
 from testbed.heads.differentiable import Differentiable
 from testbed.models.base import Decoder
-from testbed.predictor import contribution
+from testbed.predictor.contribution import contributions, step_of
 from testbed.predictor.corpus import Document, corpus_hash
 from testbed.predictor.drive import Course, Learn, Moment, drive
 from testbed.predictor.recall import caught
@@ -47,6 +49,7 @@ SINGLES = {
     "tova": "last_mass",
 }
 """Predictors that are one signal, and which; the learned one has to beat the best of them."""
+SIGNALS = "testbed.engine.signals."
 LARGEST = 60_000.0  # features are kept in float16
 Progress = Callable[[str, float], None]
 
@@ -234,10 +237,20 @@ def data_hash(decoder: Decoder, corpus: Sequence[Document], settings: RecordingS
 
 
 def _code(source: str) -> str:
-    """The text of the module that makes the features: changed features are recorded anew."""
+    """The code that makes the features, comments and docstrings left out: changed features are recorded anew."""
     text = (resources.files("conf") / "signal" / f"{source}.yaml").read_text()
     target: str = OmegaConf.select(OmegaConf.create(text), "_target_")
-    return text + inspect.getsource(import_module(target.rpartition(".")[0]))
+    module = import_module(target.rpartition(".")[0])
+    made_of = {value.__module__ for value in vars(module).values() if isinstance(value, type)}
+    return text + "".join(_meaning(import_module(name)) for name in sorted(made_of) if name.startswith(SIGNALS))
+
+
+def _meaning(module: ModuleType) -> str:
+    tree = ast.parse(inspect.getsource(module))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    return ast.dump(tree)
 
 
 def record_document(
@@ -258,7 +271,6 @@ class _Rows:
         self.contexts: list[Tensor] = []
         self.parts: list[dict[str, Tensor]] = []
         self.recalls: dict[str, list[Tensor]] = {name: [] for name in SINGLES}
-        self.contributed = -1  # the last window with contributions
 
     def visit(self, moment: Moment) -> Learn:
         """Takes features and the others' scores before the step; the truth completes the rows."""
@@ -276,18 +288,19 @@ class _Rows:
             mass = truth.flatten(0, 1)[heads]
             for name, score in scores.items():
                 self.recalls[name].append(caught(score, mass, candidate).recall.float())
-            gains = self._contributions(moment) if self._all_heads(moment) else None
-            if gains is not None:
-                self.contributed = moment.window
+            gains = None
+            if self.model is not None and self._all_heads(moment):
+                gains = contributions(self.model, step_of(moment), self.settings.points).value.flatten(0, 1)
             self._add(moment, heads, features, mass * candidate, candidate, gains)
 
         self.contexts.append(context)
         return learn
 
     def _all_heads(self, moment: Moment) -> bool:
-        """Whether this is the step of its window whose contributions are computed: the one in the middle."""
+        """Whether contributions are computed: in the middle of every second window, under the full cache."""
         begin, end = self.document.windows[moment.window]
-        return self.model is not None and moment.memory is not None and moment.at == (begin + end) // 2
+        here = moment.window % 2 == 0 and moment.at == (begin + end) // 2
+        return here and self.model is not None and moment.memory is not None
 
     def _heads(self, moment: Moment) -> Tensor:
         count = moment.signals.shape[0] * moment.signals.shape[1]
@@ -295,21 +308,6 @@ class _Rows:
             return torch.arange(count)
         every = min(self.settings.heads_one_in, count)
         return torch.arange(len(self.contexts) % every, count, every)
-
-    def _contributions(self, moment: Moment) -> Tensor:
-        """[L * Hk, N] of one step."""
-        memory, tokens = moment.memory, self.document.tokens
-        assert memory is not None
-        assert self.model is not None
-        step = contribution.Step(
-            tokens[moment.at],
-            tokens[moment.at + 1],
-            memory.keys[:, :, : moment.at],
-            memory.values[:, :, : moment.at],
-            moment.signals.hot,
-            moment.signals.page_tokens,
-        )
-        return contribution.contributions(self.model, step, self.settings.points).value.flatten(0, 1)
 
     def _add(
         self, moment: Moment, heads: Tensor, features: Tensor, mass: Tensor, candidate: Tensor, gains: Tensor | None
