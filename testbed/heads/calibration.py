@@ -28,6 +28,7 @@ class CalibrationConfig:
         long_range_tokens: what counts as far.
         sink_tokens: first tokens that every head keeps.
         edge_window_tokens: the window of the edge mass.
+        shift_tokens, prefix_tokens, prefixes: text and prefixes of the prefix shift; one sample is one text.
         gate_tokens, gate_steps: length and number of the texts that gates are trained on (`testbed.heads.gates`).
         seed: of texts and needles.
     """
@@ -41,6 +42,9 @@ class CalibrationConfig:
     long_range_tokens: int = 512
     sink_tokens: int = 4
     edge_window_tokens: int = 512
+    shift_tokens: int = 1024
+    prefix_tokens: int = 256
+    prefixes: int = 2
     gate_tokens: int = 512
     gate_steps: int = 40
     seed: int = 0
@@ -58,6 +62,9 @@ class CalibrationConfig:
             "local_window_tokens",
             "long_range_tokens",
             "edge_window_tokens",
+            "shift_tokens",
+            "prefix_tokens",
+            "prefixes",
             "gate_tokens",
             "gate_steps",
         ):

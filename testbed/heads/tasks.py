@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from testbed.engine.prefill import ContextError, prefill
+from testbed.engine.signals.base import PrefillWatcher
 from testbed.heads.calibration import CalibrationConfig, CalibrationError, Tick
 from testbed.heads.headmap import Measured
 from testbed.heads.measures.copying import SpanMass
 from testbed.heads.measures.shape import UNITS, Shape
-from testbed.heads.texts import Asking, CalibrationText, texts
+from testbed.heads.measures.shift import NAMES as SHIFTS
+from testbed.heads.measures.shift import Kept, Shift, seam
+from testbed.heads.texts import Asking, CalibrationText, prefixed, texts
 from testbed.models.base import Decoder
 
 RATIOS = ("head_tool_result", "head_role_following")
@@ -51,6 +55,41 @@ def needle_group(decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dic
         for text in texts("needle", decoder, length, config.needle_samples_per_cell, config.seed)
     ]
     return watch(decoder, config, found, tick)
+
+
+def shift_group(decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
+    """`head_prefix_shift`, as published and corrected: every text alone, then behind each of its prefixes.
+
+    Raises:
+        CalibrationError: text and prefix are beyond the model's limit.
+    """
+    each: dict[str, list[Tensor]] = {name: [] for name in SHIFTS}
+    total = config.text_samples * (config.shift_tokens + config.prefixes * (config.shift_tokens + config.prefix_tokens))
+    done = 0
+
+    def run(tokens: Sequence[int], watcher: PrefillWatcher) -> None:
+        nonlocal done
+        try:
+            prefill(decoder, tokens, decoder.dtype, [watcher])
+        except ContextError as error:
+            raise CalibrationError(f"calibration.shift_tokens + prefix_tokens: {error}") from error
+        done += len(tokens)
+        tick(min(done / total, 1.0))
+
+    for text, prefixes in prefixed(decoder, config):
+        tokens, kept = decoder.encode(text), Kept(decoder.geometry.layers)
+        run(tokens, kept)
+        alone = [kept.whole(layer) for layer in range(decoder.geometry.layers)]
+        shifts = []
+        for prefix in prefixes:
+            joined = decoder.encode(prefix + text)
+            shift = Shift(alone, *seam(tokens, joined))
+            run(joined, shift)
+            shifts.append(shift.measures())
+        for name in SHIFTS:
+            each[name].append(torch.stack([shift[name] for shift in shifts]).mean(0))
+    lengths = [config.shift_tokens] * config.text_samples
+    return {name: Measured.of(values, "text", "share", lengths, config.seed) for name, values in each.items()}
 
 
 def _of_task(task: str, decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:

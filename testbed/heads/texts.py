@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sysconfig
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, islice
 from pathlib import Path
@@ -18,7 +18,7 @@ import numpy as np
 from policies.base import Role
 from testbed import assets
 from testbed.heads.brackets import matched
-from testbed.heads.calibration import CalibrationError
+from testbed.heads.calibration import CalibrationConfig, CalibrationError
 from testbed.models.base import Decoder
 from testbed.predictor.agents import sessions
 from testbed.workloads.base import Sample
@@ -26,7 +26,7 @@ from testbed.workloads.conversation import Conversation
 from testbed.workloads.needle import Needle
 from testbed.workloads.text import Continuation
 
-INDUCTION_SEED, CODE_SEED, DIALOGUE_SEED = 11, 12, 13  # so that kinds of text do not share their draws
+INDUCTION_SEED, CODE_SEED, DIALOGUE_SEED, PREFIX_SEED = 11, 12, 13, 14  # so that kinds of text do not share their draws
 MODULE_BYTES = (16_000, 60_000)
 ROWS_OF_A_ROLE = 512  # generated tokens looked at in a text at most, evenly spread
 
@@ -96,6 +96,21 @@ def plain(decoder: Decoder, length_tokens: int, samples: int, seed: int) -> list
         CalibrationText("text", sample.context_tokens, context_tokens=length_tokens)
         for sample in work.samples(decoder.encode, decoder.decode, seed)
     ]
+
+
+def prefixed(decoder: Decoder, config: CalibrationConfig) -> Iterator[tuple[str, list[str]]]:
+    """Essays' texts, each with unrelated prefixes, also essays."""
+    work = Continuation((config.shift_tokens,), samples_per_length=config.text_samples, split="calibration")
+    front = Continuation(
+        (config.prefix_tokens,), samples_per_length=config.text_samples * config.prefixes, split="calibration"
+    )
+    places = [
+        list(each.samples(decoder.encode, decoder.decode, seed))
+        for each, seed in ((work, config.seed), (front, PREFIX_SEED + config.seed))
+    ]
+    for at, text in enumerate(places[0]):
+        mine = places[1][at * config.prefixes : (at + 1) * config.prefixes]
+        yield decoder.decode(text.context_tokens), [decoder.decode(prefix.context_tokens) for prefix in mine]
 
 
 def needles(decoder: Decoder, length_tokens: int, samples: int, seed: int) -> list[CalibrationText]:
@@ -176,7 +191,7 @@ def code(decoder: Decoder, length_tokens: int, samples: int, seed: int) -> list[
         if len(out) == samples:
             return out
     raise CalibrationError(
-        f"code: {len(out)} modules of the standard library have {length_tokens} tokens and brackets, {samples} asked for"
+        f"code: {samples} modules with {length_tokens} tokens and brackets asked for, the library has {len(out)}"
     )
 
 
