@@ -53,6 +53,7 @@ __all__ = [
     "Pooled",
     "Predictor",
     "Prefetch",
+    "Reclassifying",
     "Role",
     "Share",
     "Signals",
@@ -77,6 +78,15 @@ class Classifier(Part, Protocol):
 
     def classify(self, signals: Signals) -> Tensor:
         """[L, Hk] int8 of `Head`. Asked once per sequence, at COMPRESS."""
+        ...
+
+
+@runtime_checkable
+class Reclassifying(Protocol):
+    """What a classifier may offer besides: heads may change their class while the sequence is decoded."""
+
+    def reclassify(self, signals: Signals) -> Tensor:
+        """[L, Hk] int8 of `Head`, from `signals.classes`, those in force. Asked with the first plan of each page."""
         ...
 
 

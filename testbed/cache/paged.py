@@ -454,6 +454,12 @@ class PagedCache:
         """An independent sequence that goes on from here; see `forking.fork`."""
         return fork(self, own_pools)
 
+    def go_on_counting(self, before: PagedCache) -> None:
+        """Takes over the counters of another cache, which this one replaces: what moved, what was waited for."""
+        self.traffic = Traffic.merge([before.traffic, self.traffic])
+        self.prefetches = PrefetchBook(self.streams, self.traffic)
+        self.kernel_calls = before.kernel_calls + self.kernel_calls
+
     @torch.inference_mode()
     @shielded
     def close(self) -> None:

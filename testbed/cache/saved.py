@@ -23,7 +23,7 @@ from testbed.cache.archive.checksum import checksums
 from testbed.cache.pool import CacheError
 
 MAGIC = b"testbed session\n"
-VERSION = 1
+VERSION = 2
 PREFIX = struct.Struct("<16sQQQqq")  # magic, version, place and bytes of the index, its checksum, the prefix's own
 ROW_BYTES = 4096  # summed at once
 

@@ -115,7 +115,11 @@ class Batch:
         total = time.perf_counter() - started
         for session, before, (due, moves) in zip(sessions, stalled, plans, strict=True):
             session.end_step(total, session.stall_s - before, due, moves)
-        return logits[:, -1]
+        said = roles or [Role.GENERATED] * len(ids)
+        rows = [session.guarded(ids[row].view(1), said[row], logits[row, -1]) for row, session in enumerate(sessions)]
+        if any(session.cache is not cache for session, cache in zip(sessions, self._caches.caches, strict=True)):
+            self._caches = self._checked()
+        return torch.stack(rows)
 
 
 def run_together(

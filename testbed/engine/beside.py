@@ -31,7 +31,7 @@ def full_session(of: Session, context: SignalContext, watch: frozenset[str] = fr
     from testbed.compose import full_policy  # Hydra, only where it is needed
     from testbed.engine.session import Session
 
-    config = replace(of.config, cache=unlimited(of.config.cache), budget_fraction=None, signals=None)
+    config = replace(of.config, cache=unlimited(of.config.cache), budget_fraction=None, signals=None, guard=None)
     return Session(of.decoder, full_policy(), config, context, watch=watch)
 
 

@@ -13,6 +13,8 @@ from testbed.cache.ledger import Ledger
 from testbed.cache.paged import PagedCache
 from testbed.cache.traffic import Traffic
 from testbed.decisions import DecisionLog
+from testbed.engine.guard import Probe
+from testbed.engine.reclassify import HeadChange
 from testbed.engine.sample import Sampler, greedy
 from testbed.engine.session import Session, StepTime
 from testbed.workloads.base import Turn
@@ -38,6 +40,9 @@ class Answer:
         history_traffic: the same of the turns before the question.
         first_step: index of the question's first step in the log.
         kernels: variant of the attention kernel -> calls, in all layers of all steps.
+        probes: what the quality guard saw and did, history included.
+        guard_bytes: what its reference held.
+        changes: heads that changed their class while decoding, history included.
     """
 
     tokens: list[int]
@@ -56,6 +61,9 @@ class Answer:
     history_traffic: Traffic = field(default_factory=Traffic)
     first_step: int = 0
     kernels: dict[str, int] = field(default_factory=dict)
+    probes: tuple[Probe, ...] = ()
+    guard_bytes: int = 0
+    changes: tuple[HeadChange, ...] = ()
 
 
 @torch.inference_mode()
@@ -156,6 +164,9 @@ def answer(
         history_traffic=before,
         first_step=first_step,
         kernels=dict(session.cache.kernel_calls),
+        probes=tuple(session.story.probes),
+        guard_bytes=session.story.guard_bytes,
+        changes=tuple(session.story.changes),
     )
 
 

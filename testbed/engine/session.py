@@ -21,6 +21,7 @@ from policies.base import Phase, Plan, Policy, Role, Signals, Tier
 from testbed.cache.budgets import archive_budget_bytes, device_slack_bytes, host_budget_bytes, reserved_device_bytes
 from testbed.cache.layout import CacheConfig, device_budget
 from testbed.cache.paged import PagedCache
+from testbed.cache.pool import CacheError
 from testbed.cache.pools import Pools
 from testbed.cache.saved import Reader, SavedError
 from testbed.cache.snapshot import Pins, unpin
@@ -28,9 +29,11 @@ from testbed.decisions import DecisionLog, Header, ModelShape, Move, Step
 from testbed.engine import saved
 from testbed.engine.batch import Batch, model_id, run_together
 from testbed.engine.beside import NEWEST, Truth, full_session
+from testbed.engine.guard import Guard, GuardConfig
 from testbed.engine.idle import Idle, parked
 from testbed.engine.lost import mended
 from testbed.engine.prefill import DenseKV, check_length, prefill
+from testbed.engine.reclassify import reclassified
 from testbed.engine.signals import Observed, SignalContext, SignalSource, StepView, build_sources
 from testbed.engine.signals.role import UNKNOWN
 from testbed.engine.story import StepTime, Story
@@ -47,6 +50,7 @@ class SessionConfig:
         kernel: attention backend, None = the fastest here.
         seed: for policies that draw.
         signals: name -> keys that replace those of the signal's YAML.
+        guard: of the quality, None = none.
     """
 
     cache: CacheConfig
@@ -54,6 +58,7 @@ class SessionConfig:
     kernel: str | None = None
     seed: int = 0
     signals: dict[str, dict[str, object]] | None = None
+    guard: GuardConfig | None = None
 
 
 class Session:
@@ -79,11 +84,13 @@ class Session:
     ) -> None:
         self.decoder, self.policy, self.config = decoder, policy, config
         self.sources: dict[str, SignalSource] = build_sources(policy.needs | watch, context, config.signals)
-        self.wants_mass = any(source.wants_mass for source in self.sources.values())
-        self.wants_queries = any(source.wants_queries for source in self.sources.values())
-        self.wants_hidden = any(source.wants_hidden for source in self.sources.values())
+        self._wants()
         wants_truth = any(source.wants_truth for source in self.sources.values())
         self._truth = Truth(full_session(self, context, frozenset({NEWEST}))) if wants_truth else None
+        wants_guard = config.guard is not None and config.guard.active
+        if wants_guard and pools is not None:
+            raise CacheError("a guarded session may go on with another cache, so it can't share pools: leave guard out")
+        self._guard = Guard(self, config.guard, context) if wants_guard and config.guard is not None else None
         geometry = decoder.geometry
         self.cache = PagedCache(
             geometry.layers,
@@ -102,6 +109,12 @@ class Session:
         self._pause: Idle | None = None
         self._paused_at = 0.0
         self._pins: Pins = []
+
+    def _wants(self) -> None:
+        """What the model's runs must show, for the signals."""
+        self.wants_mass = any(source.wants_mass for source in self.sources.values())
+        self.wants_queries = any(source.wants_queries for source in self.sources.values())
+        self.wants_hidden = any(source.wants_hidden for source in self.sources.values())
 
     # --- life --------------------------------------------------------------------------------------------------
 
@@ -124,10 +137,13 @@ class Session:
         self._story.chunk_tokens, self._story.context_tokens = dense.chunk_tokens, dense.length_tokens
         if self._truth is not None:
             self._truth.session.start(dense)
+        if self._guard is not None:
+            self._guard.start(dense, roles)
         self._watch(dense.tokens, said_by.to(torch.int8))
         self.cache.length_tokens = dense.length_tokens  # pages exist for planning, though none is placed yet
         signals = self._signals(Phase.COMPRESS, 0)
         self._classes = self.policy.classifier.classify(signals)
+        self._story.classed_page = dense.length_tokens // self.config.cache.page_tokens
         plan = self.policy.plan(replace(signals, classes=self._classes))
         self.cache.length_tokens = 0
         moves = self.cache.load(dense.keys, dense.values, plan, free_source)
@@ -148,6 +164,8 @@ class Session:
             moves = self._plan(Phase.TURN, len(part))
             got = run_together([self], part.unsqueeze(0), logits, [role])
             out.append(None if got is None else got[0])
+            if self._guard is not None:
+                self._guard.note(part, role, out[-1])
             total = time.perf_counter() - started
             self._story.turn_times.append(StepTime(total, self._plan_s, self.stall_s - stalled))
             self._log("extend", len(part), True, moves)
@@ -160,6 +178,36 @@ class Session:
     def step(self, token: int | Tensor, role: int = Role.GENERATED) -> Tensor:
         """One decode step: plans if one is due, runs the token, returns its logits [V]."""
         return Batch([self]).step(torch.as_tensor(token).view(1), [role])[0]
+
+    def guarded(self, ids: Tensor, role: int, logits: Tensor) -> Tensor:
+        """After a decode step: its logits [V], or better ones where a probe found them too bad. For `Batch`."""
+        if self._guard is None:
+            return logits
+        self._guard.note(ids, role, logits.unsqueeze(0))
+        if not self._guard.due:
+            return logits
+        better = self._guard.probe(self)
+        self._story.probes = self._guard.probes.fork()
+        self._story.guard_bytes = self._guard.bytes
+        if self.cache is self._guard.reference.cache:
+            self._guard = None
+        return logits if better is None else better
+
+    def raise_budget(self, fraction: float) -> None:
+        """Another budget from the next plan on, which comes with the next step. For the guard."""
+        self.config = replace(self.config, budget_fraction=fraction)
+        self._story.since_plan = self.policy.every_steps
+
+    def take_cache_of(self, other: Session) -> None:
+        """Goes on with the cache, the policy and the budget of another session of the same text. For the guard."""
+        self.cache.settle()
+        other.cache.go_on_counting(self.cache)
+        self.cache.close()
+        self.cache, self.policy = other.cache, replace(other.policy, name=self.policy.name)
+        self.config, self.sources = replace(other.config, guard=self.config.guard), other.sources
+        self._wants()
+        self._classes, self._story.since_plan = other.classes, other.policy.every_steps
+        self._story.facts = {}
 
     def look_ahead(self, ids: Tensor) -> float:
         """Before the plan for tokens [T]: shows them to the signals, and the truth to those that want it. For `Batch`.
@@ -241,6 +289,7 @@ class Session:
         cache = mended(self, lambda: self.cache.fork(own_pools))
         other = copy.copy(self)
         other._truth = None if self._truth is None else self._truth.fork()
+        other._guard = None if self._guard is None else self._guard.fork()
         other.cache = cache
         other.sources = {name: source.fork() for name, source in self.sources.items()}
         other._story = self._story.fork()
@@ -262,6 +311,8 @@ class Session:
         """
         if self._truth is not None:
             raise SavedError(f"{path}: a session that follows the full cache (signal next_mass) can't be saved")
+        if self._guard is not None:
+            raise SavedError(f"{path}: a guarded session can't be saved; it needs its reference")
         pins = saved.save(self, Path(path), in_place)
         unpin(self._pins)
         self._pins = pins
@@ -358,6 +409,8 @@ class Session:
         """Frees the cache."""
         if self._truth is not None:
             self._truth.session.close()
+        if self._guard is not None:
+            self._guard.reference.close()
         self.cache.close()
 
     def log(self) -> DecisionLog:
@@ -441,6 +494,10 @@ class Session:
     def _plan(self, phase: Phase, next_tokens: int) -> list[Move]:
         started = time.perf_counter()
         signals = self._signals(phase, next_tokens)
+        page = self.cache.length_tokens // self.config.cache.page_tokens
+        if page > self._story.classed_page:
+            signals = reclassified(self.policy.classifier, signals, self._story.changes)
+            self._classes, self._story.classed_page = signals.classes, page
         plan = self.policy.plan(signals)
         moves = self.cache.apply(plan, next_tokens)
         self._plan_s, self._story.since_plan = time.perf_counter() - started, 0

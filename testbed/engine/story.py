@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 from testbed.decisions import Move, Step
+from testbed.engine.guard import Probe
 from testbed.engine.idle import Idle
+from testbed.engine.reclassify import HeadChange
 from testbed.engine.trail import Trail
 
-SCALARS = ("step", "digest", "facts", "since_plan", "has_roles", "chunk_tokens", "context_tokens")
+SCALARS = ("step", "digest", "facts", "since_plan", "has_roles", "chunk_tokens", "context_tokens", "classed_page")
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,17 @@ class Story:
         facts: what the log says of it, {} = to be counted.
         since_plan: decode steps since then.
         has_roles: the context came with roles.
+        classed_page: page in which heads were classed last.
         chunk_tokens, context_tokens: how the context was prefilled, and how long it was.
         text, said_by: tokens [t] int64 and their roles [t] int8, run by run.
         steps, times, turn_times, idle: the decision log, times of decode steps and of turns, pauses that are over.
+        changes: heads that changed their class.
+        probes, guard_bytes: what the quality guard saw and did, and what its reference held last.
     """
 
     def __init__(self) -> None:
         self.step = self.since_plan = self.chunk_tokens = self.context_tokens = 0
+        self.classed_page = 0
         self.digest = ""
         self.facts: dict[str, dict[str, int]] = {}
         self.has_roles = False
@@ -57,6 +63,9 @@ class Story:
         self.times: Trail[StepTime] = Trail()
         self.turn_times: Trail[StepTime] = Trail()
         self.idle: Trail[Idle] = Trail()
+        self.changes: Trail[HeadChange] = Trail()
+        self.probes: Trail[Probe] = Trail()
+        self.guard_bytes = 0
 
     @property
     def tokens(self) -> Tensor:
@@ -81,6 +90,7 @@ class Story:
         return {name: getattr(self, name) for name in SCALARS} | {
             "steps": [asdict(step) for step in self.steps],
             "idle": [asdict(each) for each in self.idle],
+            "changes": [asdict(each) for each in self.changes],
         }
 
     @staticmethod
@@ -91,6 +101,7 @@ class Story:
             setattr(story, name, saved[name])
         story.text, story.said_by = Trail([tokens]), Trail([roles])
         story.steps, story.idle = Trail(map(_step, saved["steps"])), Trail(Idle(**raw) for raw in saved["idle"])
+        story.changes = Trail(HeadChange(**raw) for raw in saved["changes"])
         return story
 
 

@@ -62,6 +62,8 @@ def values_for(needs: frozenset[str], pages: int, moment: int) -> dict[str, Tens
         values["retrieval"] = scrambled((pages,), 3) * (moment > 0)
     if "role" in values:  # no conversation
         values["role"] = torch.full((pages,), -1, dtype=torch.int8)
+    for name in values.keys() & {"tool_call", "locked"}:  # no call, nothing locked
+        values[name] = torch.zeros(pages)
     if "head_imported" in values:  # a class each
         values["head_imported"] = (values["head_imported"] * len(Head)).floor()
     if "window_mass" in values:  # pages after the prefill have none

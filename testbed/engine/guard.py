@@ -1,0 +1,227 @@
+"""The quality guard: every so many tokens the policy's next-token distributions meet those of a better cache.
+
+A reference session (the full cache, or the same policy with a larger budget) is kept beside the guarded one and lags
+behind; at a probe it catches up on all tokens since the last one in one run of the model, so that k tokens cost little
+more than one. Where the policy's distributions are worse than the threshold allows, its budget is raised, at most a few
+times, and then the session goes on with the reference's cache. The price is stated with the outcome: the seconds of the
+probes and the bytes of the reference.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from testbed.engine.beside import full_session, unlimited
+from testbed.engine.prefill import DenseKV
+from testbed.engine.signals import SignalContext
+from testbed.engine.trail import Trail
+
+if TYPE_CHECKING:
+    from testbed.engine.session import Session
+
+MEASURES = ("likelihood", "overlap", "top1")
+FULL = "full"
+
+
+class GuardError(ValueError):
+    """A guard that can't be built."""
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """When to look, what to compare with, and what to do; built by Hydra from conf/guard.
+
+    Attributes:
+        every_tokens: tokens between probes; None = no guard.
+        threshold: least quality, in [0, 1].
+        measure: of quality, 1 = the same distributions. likelihood: exp(-mean KL(reference || policy)); overlap: mean
+            of sum_x min(p(x), q(x)), 1 less the total variation; top1: share of positions with the same likeliest one.
+        reference: "full", or the larger budget's fraction of the full cache, for the same policy.
+        most_raises: how often the budget is raised before the session goes on with the reference's cache.
+        raise_factor: what a raise multiplies the budget by, above 1.
+    """
+
+    every_tokens: int | None = None
+    threshold: float = 0.95
+    measure: str = "likelihood"
+    reference: str | float = FULL
+    most_raises: int = 1
+    raise_factor: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Checks what Hydra's instantiate does not."""
+        for key, least, optional in (("every_tokens", 1, True), ("most_raises", 0, False)):
+            value = getattr(self, key)
+            if not (optional and value is None) and (type(value) is not int or value < least):
+                allowed = f"a whole number of at least {least}" + (", or null for no guard" if optional else "")
+                raise GuardError(f"guard.{key}={value!r}: must be {allowed}")
+        if not _number(self.threshold) or not 0.0 <= self.threshold <= 1.0:
+            raise GuardError(f"guard.threshold={self.threshold!r}: must be a number from 0 to 1")
+        if not _number(self.raise_factor) or self.raise_factor <= 1.0:
+            raise GuardError(f"guard.raise_factor={self.raise_factor!r}: must be a number above 1")
+        if self.measure not in MEASURES:
+            raise GuardError(f"guard.measure={self.measure!r}: must be one of {', '.join(MEASURES)}")
+        fraction = _number(self.reference) and 0.0 < float(self.reference) <= 1.0
+        if self.reference != FULL and not fraction:
+            raise GuardError(f"guard.reference={self.reference!r}: must be full, or a fraction above 0 and at most 1")
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a guard at all."""
+        return self.every_tokens is not None
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One look.
+
+    Attributes:
+        step: decode steps taken.
+        length_tokens: of the text then.
+        positions: distributions compared.
+        quality: in [0, 1].
+        action: "" (good enough), "raise" or "switch".
+        budget_fraction: in force from then on; None = no limit.
+        seconds: what the probe took.
+    """
+
+    step: int
+    length_tokens: int
+    positions: int
+    quality: float
+    action: str
+    budget_fraction: float | None
+    seconds: float
+
+    def plain(self) -> dict[str, Any]:
+        """For records."""
+        return asdict(self)
+
+
+def quality(policy: Tensor, reference: Tensor, measure: str) -> float:
+    """How near logits [M, V] of the policy are to the reference's, by one of `MEASURES`; NaN logits are worth 0."""
+    if not bool(torch.isfinite(policy).any(-1).all()) or bool(policy.isnan().any()):
+        return 0.0
+    if measure == "top1":
+        return float((policy.argmax(-1) == reference.argmax(-1)).float().mean())
+    ours, right = policy.float().log_softmax(-1), reference.float().log_softmax(-1)
+    if measure == "overlap":
+        return float(torch.minimum(ours.exp(), right.exp()).sum(-1).mean())
+    kl = torch.where(right == -torch.inf, 0.0, right.exp() * (right - ours)).sum(-1)
+    return math.exp(-max(0.0, float(kl.mean())))
+
+
+class Guard:
+    """Watches one session.
+
+    Args:
+        session: the guarded one.
+        config: see there; active.
+        context: what signal sources are built with.
+
+    Raises:
+        GuardError: the reference's budget is no larger than the policy's.
+    """
+
+    def __init__(self, session: Session, config: GuardConfig, context: SignalContext) -> None:
+        self.config = config
+        self.reference = _reference(session, config, context)
+        self.probes: Trail[Probe] = Trail()
+        self.raises = 0
+        self._runs: list[tuple[Tensor, int]] = []  # tokens the reference has not seen, and their role
+        self._logits: list[Tensor | None] = []  # the policy's after each of them
+
+    def start(self, dense: DenseKV, roles: Sequence[int] | None) -> None:
+        """The reference takes the same context."""
+        self.reference.start(dense, roles=roles)
+
+    def note(self, ids: Tensor, role: int, logits: Tensor | None) -> None:
+        """Tokens [T] that the session ran, and its logits [T, V] after them, if anybody wanted them."""
+        if logits is not None and len(logits) != len(ids):
+            logits = None
+        self._runs.append((ids, role))
+        self._logits.append(None if logits is None else logits.clone())
+
+    @property
+    def due(self) -> bool:
+        """Whether enough tokens have been run since the last probe."""
+        assert self.config.every_tokens is not None
+        return sum(len(ids) for ids, _ in self._runs) >= self.config.every_tokens
+
+    def probe(self, session: Session) -> Tensor | None:
+        """Compares, and acts where the quality is too low: then the reference's logits [V] for the next token.
+
+        The session's cache and policy are the reference's afterwards if there was nothing left to raise.
+        """
+        started = time.perf_counter()
+        right = [self._run(ids, role) for ids, role in self._runs]
+        pairs = [(ours, theirs) for ours, theirs in zip(self._logits, right, strict=True) if ours is not None]
+        ours, theirs = (torch.cat(side) for side in zip(*pairs, strict=True))
+        worth = quality(ours, theirs, self.config.measure)
+        self._runs, self._logits = [], []
+        action = "" if worth >= self.config.threshold else self._act(session)
+        self.probes.append(
+            Probe(
+                session.steps,
+                session.cache.length_tokens,
+                len(ours),
+                worth,
+                action,
+                session.config.budget_fraction,
+                time.perf_counter() - started,
+            )
+        )
+        return theirs[-1] if action else None
+
+    def _run(self, ids: Tensor, role: int) -> Tensor:
+        logits = self.reference.extend(ids.tolist(), "all", role)
+        assert logits is not None
+        return logits
+
+    def _act(self, session: Session) -> str:
+        fraction = session.config.budget_fraction
+        if fraction is not None and fraction < 1.0 and self.raises < self.config.most_raises:
+            self.raises += 1
+            session.raise_budget(min(1.0, fraction * self.config.raise_factor))
+            return "raise"
+        session.take_cache_of(self.reference)
+        return "switch"
+
+    def fork(self) -> Guard:
+        """An independent copy."""
+        other = object.__new__(Guard)
+        other.config, other.raises = self.config, self.raises
+        other.reference = self.reference.fork(own_pools=True)
+        other.probes = self.probes.fork()
+        other._runs, other._logits = list(self._runs), list(self._logits)
+        return other
+
+    @property
+    def bytes(self) -> int:
+        """What the reference's cache holds, in all tiers."""
+        return self.reference.cache.ledger().total_bytes
+
+
+def _reference(session: Session, config: GuardConfig, context: SignalContext) -> Session:
+    from testbed.engine.session import Session
+
+    if config.reference == FULL:
+        return full_session(session, context)
+    fraction, own = float(config.reference), session.config.budget_fraction
+    if own is None or fraction <= own:
+        raise GuardError(
+            f"guard.reference={config.reference!r}: must be above the policy's own budget.fraction={own!r}, or full"
+        )
+    larger = replace(session.config, cache=unlimited(session.config.cache), budget_fraction=fraction, guard=None)
+    return Session(session.decoder, session.policy, larger, context)
