@@ -98,9 +98,10 @@ def _of_task(task: str, decoder: Decoder, config: CalibrationConfig, tick: Tick)
 
 
 def _reach(asking: Asking, config: CalibrationConfig) -> dict[str, Asking]:
-    """How near and how far the rows look that copy an answer."""
+    """How near and how far the rows look that copy an answer; sinks, which every head keeps, are not far."""
     near = tuple(((max(0, row + 1 - config.local_window_tokens), row + 1),) for row in asking.rows)
-    far = tuple(((0, max(0, row + 1 - config.long_range_tokens)),) for row in asking.rows)
+    sinks = config.sink_tokens
+    far = tuple(((sinks, max(sinks, row + 1 - config.long_range_tokens)),) for row in asking.rows)
     return {
         "head_local_ratio_copying": Asking(asking.rows, near),
         "head_long_range_copying": Asking(asking.rows, far),

@@ -31,7 +31,7 @@ Tick = Callable[[int], None]
 
 @dataclass(frozen=True)
 class TrialConfig:
-    """What maps are tried on; built by Hydra from conf/verdict. Of the calibration split, never of the test.
+    """What maps are tried on; built by Hydra from conf/heads_verdict.yaml. Of the calibration split, never of the test.
 
     Attributes:
         lengths: contexts of the needles, and of plain text.
@@ -39,7 +39,7 @@ class TrialConfig:
         contexts: contexts of each length with needles.
         texts: stretches of plain text of each length.
         continuation_tokens: what follows such a stretch.
-        random_maps: maps dealt by chance that every classifier is held against.
+        random_maps: maps dealt by chance that every classifier is held against, 19 or more.
         local_quantile, global_quantile: of all classifiers that have quantiles, so that they share the random maps.
         seed: of samples and random maps; other than the calibration's.
     """
@@ -49,7 +49,7 @@ class TrialConfig:
     contexts: int = 6
     texts: int = 2
     continuation_tokens: int = 48
-    random_maps: int = 12
+    random_maps: int = 20
     local_quantile: float = 0.75
     global_quantile: float = 0.85
     seed: int = 1
@@ -57,14 +57,14 @@ class TrialConfig:
     def __post_init__(self) -> None:
         """Checks what Hydra's instantiate does not."""
         for key in ("lengths", "depths"):
-            object.__setattr__(self, key, check_list(f"verdict.{key}", getattr(self, key)))
+            object.__setattr__(self, key, check_list(f"trial.{key}", getattr(self, key)))
         for key in ("contexts", "texts", "continuation_tokens"):
-            check_whole(f"verdict.{key}", getattr(self, key), 1)
-        check_whole("verdict.continuation_tokens", self.continuation_tokens, 2)
-        check_whole("verdict.random_maps", self.random_maps, 3)
-        check_whole("verdict.seed", self.seed, 0)
+            check_whole(f"trial.{key}", getattr(self, key), 1)
+        check_whole("trial.continuation_tokens", self.continuation_tokens, 2)
+        check_whole("trial.random_maps", self.random_maps, 19)  # fewer can't make a rank rare
+        check_whole("trial.seed", self.seed, 0)
         for key in ("local_quantile", "global_quantile"):
-            check_fraction(f"verdict.{key}", getattr(self, key))
+            check_fraction(f"trial.{key}", getattr(self, key))
 
     def samples(self, decoder: Decoder) -> list[Sample]:
         """Needles first, then text; samples of one context follow each other."""

@@ -8,6 +8,7 @@ into the map, or, where none is named, kept for the model; whatever shows a map 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from policies.base import Classifier, Head, Phase, Plan, Policy, PolicyError, Signals
@@ -23,13 +25,18 @@ from testbed.cache.layout import CacheConfig
 from testbed.compose import compose_policy
 from testbed.engine.signals import SignalContext
 from testbed.heads import trial
-from testbed.heads.headmap import HeadMapError
+from testbed.heads.configured import composed
+from testbed.heads.headmap import HeadMap, HeadMapError
 from testbed.heads.judge import Verdict, judge, reason
+from testbed.heads.library import head_measures
 from testbed.models.base import Decoder, Geometry
+from testbed.results.display import Sheet, value_text
+from testbed.results.progress import Progress
 from testbed.results.record import write_atomically
+from testbed.results.table import PLAIN_WIDTH, sheet_table
+from testbed.setup import build
 
 POLICY = "redknot"
-CONTROLS = ("random", "uniform", "stride", "dense")
 
 
 @dataclass(frozen=True)
@@ -195,9 +202,90 @@ def label(classifier: Classifier, fingerprint: str) -> str:
     return ""
 
 
-def lines(judged: Mapping[str, Judged] | Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    """One line a classifier."""
-    for name, each in judged.items():
-        verdict = each.plain() if isinstance(each, Judged) else each
+def lines(judged: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
+    """One line a classifier: kept verdicts, or `Judged.plain`."""
+    for name, verdict in judged.items():
         says = "beats random" if verdict["beats_random"] else "not better than random"
         yield f"{name}: {says}: {verdict['why']}"
+
+
+# --- the command -------------------------------------------------------------------------------------------------
+
+
+def sheet(judged: Mapping[str, Judged]) -> Sheet:
+    """The verdicts as a table."""
+    rows = []
+    for name, each in judged.items():
+        found = each.verdict
+        rows.append(
+            (
+                name,
+                "beats random" if found.beats_random else "not better than random",
+                f"{found.kl:.3f}",
+                f"{found.kl_random:.3f} ({found.kl_random_low:.3f} to {found.kl_random_high:.3f})",
+                f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]",
+                f"{found.p:.3f}",
+                f"{found.p_map:.4f}",
+                f"{found.loss:+.3f} / {found.loss_random:+.3f}",
+                f"{found.text_kl:.4f} / {found.text_kl_random:.4f}",
+                value_text(found.device_bytes, "bytes"),
+            )
+        )
+    some = next(iter(judged.values())).verdict
+    title = (
+        f"Head maps against {some.random_maps} random ones of the same bytes, {some.samples} needles in "
+        f"{some.contexts} contexts; KL to the full cache in nats"
+    )
+    columns = (
+        "classifier",
+        "verdict",
+        "KL",
+        "random",
+        "difference",
+        "p, contexts",
+        "p, a further map",
+        "loss / random",
+        "KL on text / random",
+        "bytes",
+    )
+    return Sheet(title, columns, rows)
+
+
+def main(args: list[str]) -> None:
+    """The command.
+
+    Raises:
+        ValueError: what the user can mend.
+    """
+    words, cfg = composed("heads_verdict", args)
+    if len(words) > 1:
+        raise HeadMapError(f"verdict takes one head map, not {len(words)}: {' '.join(words)}")
+    config: trial.TrialConfig = build(cfg.trial, "trial")
+    classifiers = {str(name): classifier_of(str(name), config) for name in cfg.classifiers}
+    cache: CacheConfig = build(cfg.cache, "cache")
+    head_map = HeadMap.read(words[0]) if words else None
+    if cfg.threads is not None:
+        torch.set_num_threads(int(cfg.threads))
+    with Progress() as progress:
+        progress.start("loading the model")
+        decoder: Decoder = build(cfg.model, "model")
+        measures: Mapping[str, Tensor]
+        if head_map is not None:
+            head_map.check_model(decoder)
+            measures = {name: measured.value for name, measured in head_map.measures.items()}
+        else:
+            measures = head_measures(decoder, build(cfg.calibration, "calibration"), progress.fraction)
+        total = sum(config.lengths) * (config.contexts + config.texts)
+        progress.start("trying head maps", total)
+        judged = verdicts(decoder, classifiers, measures, config, cache, tick=progress.advance)
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    console.print(sheet_table(sheet(judged)))
+    plain = {name: each.plain() for name, each in judged.items()}
+    for line in lines(plain):
+        print(line)
+    print(f"verdicts: {keep(decoder.fingerprint, judged)}")
+    if head_map is not None:
+        for name, each in plain.items():
+            head_map = head_map.with_verdict(name, each)
+        head_map.write(words[0])
+        print(f"head map: {words[0]}")

@@ -1,0 +1,29 @@
+"""Command lines of plain words and Hydra overrides, for commands whose settings are a config of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+
+from testbed.compose import register
+
+
+def composed(name: str, args: Sequence[str]) -> tuple[list[str], DictConfig]:
+    """What a command was given.
+
+    Args:
+        name: of the config, conf/<name>.yaml.
+        args: words, and overrides `key=value`.
+
+    Returns:
+        The words in order, and the config.
+
+    Raises:
+        HydraException: an unknown key or group.
+    """
+    words = [arg for arg in args if "=" not in arg]
+    register()
+    with initialize_config_module("conf", version_base="1.3"):
+        return words, compose(name, overrides=[arg for arg in args if "=" in arg])
