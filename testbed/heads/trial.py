@@ -23,6 +23,7 @@ from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext
 from testbed.models.base import Decoder
 from testbed.workloads.base import Sample, check_fraction, check_list, check_whole
+from testbed.workloads.haystack import Text
 from testbed.workloads.needle import Needle
 from testbed.workloads.text import Continuation
 
@@ -42,6 +43,7 @@ class TrialConfig:
         random_maps: maps dealt by chance that every classifier is held against, 19 or more.
         local_quantile, global_quantile: of all classifiers that have quantiles, so that they share the random maps.
         seed: of samples and random maps; other than the calibration's.
+        text: documents by name, a text file or a folder; None for the essays.
     """
 
     lengths: Sequence[int] = (2048,)
@@ -53,6 +55,7 @@ class TrialConfig:
     local_quantile: float = 0.75
     global_quantile: float = 0.85
     seed: int = 1
+    text: Text = None
 
     def __post_init__(self) -> None:
         """Checks what Hydra's instantiate does not."""
@@ -74,8 +77,9 @@ class TrialConfig:
             samples_per_cell=self.contexts,
             needles_per_context=len(self.depths),
             split="calibration",
+            text=self.text,
         )
-        text = Continuation(self.lengths, self.continuation_tokens, self.texts, split="calibration")
+        text = Continuation(self.lengths, self.continuation_tokens, self.texts, "calibration", self.text)
         return [sample for work in (needle, text) for sample in work.samples(decoder.encode, decoder.decode, self.seed)]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -35,6 +35,7 @@ from testbed.results.progress import Progress
 from testbed.results.record import write_atomically
 from testbed.results.table import PLAIN_WIDTH, sheet_table
 from testbed.setup import build
+from testbed.workloads.base import Sample
 
 POLICY = "redknot"
 
@@ -119,6 +120,7 @@ def verdicts(
     classifiers: Mapping[str, Classifier],
     measures: Mapping[str, Tensor],
     config: trial.TrialConfig,
+    samples: Sequence[Sample],
     cache: CacheConfig | None = None,
     policy: Policy | None = None,
     tick: trial.Tick = lambda tokens: None,
@@ -129,7 +131,8 @@ def verdicts(
         decoder: the model.
         classifiers: name -> part.
         measures: name -> [L, Hk]; all that the classifiers read.
-        config: what they are tried on.
+        config: how many random maps, and their seed.
+        samples: what they are tried on.
         cache: None = the default one.
         policy: whose classifier is replaced; None = `redknot`.
         tick: called with the tokens of each context that is done.
@@ -144,9 +147,7 @@ def verdicts(
         counts = [int((mine == head).sum()) for head in Head]
         controls[name] = [f"random {counts} {at}" for at in range(config.random_maps)]
         maps |= dict(zip(controls[name], dealt(mine, config.random_maps, config.seed), strict=True))
-    trials = trial.run(
-        decoder, maps, policy, cache, config.samples(decoder), SignalContext(cache.page_tokens, lambda: measures), tick
-    )
+    trials = trial.run(decoder, maps, policy, cache, samples, SignalContext(cache.page_tokens, lambda: measures), tick)
     known = {name for part in classifiers.values() for name in part.needs}
     seen = {name: measures[name] for name in sorted(known) if name in measures}
     return {
@@ -275,9 +276,10 @@ def main(args: list[str]) -> None:
             measures = {name: measured.value for name, measured in head_map.measures.items()}
         else:
             measures = head_measures(decoder, build(cfg.calibration, "calibration"), progress.fraction)
+        samples = config.samples(decoder)
         total = sum(config.lengths) * (config.contexts + config.texts)
         progress.start("trying head maps", total)
-        judged = verdicts(decoder, classifiers, measures, config, cache, tick=progress.advance)
+        judged = verdicts(decoder, classifiers, measures, config, samples, cache, tick=progress.advance)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     console.print(sheet_table(sheet(judged)))
     plain = {name: each.plain() for name, each in judged.items()}
