@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations, permutations
+from itertools import combinations, permutations, product
 
 import numpy as np
 import pytest
@@ -49,6 +49,23 @@ def test_p_is_that_of_all_permutations() -> None:
     found = correlation(x[None], y[None], np.random.default_rng(0), 4000)
     assert found.value == pytest.approx(np.corrcoef(x, y)[0, 1])
     assert found.p == pytest.approx(exact, abs=0.012)  # 4 standard errors
+
+
+def test_p_inside_rows_is_that_of_all_permutations_inside_rows() -> None:
+    # Rows of very different spread: permuting across them would give another p.
+    x, y = np.array([[0.0, 1, 2], [-30, 0, 30]]), np.array([[2.0, 1, 0], [-20, 0, 30]])
+
+    def strength(rows: np.ndarray) -> float:
+        return abs(np.corrcoef(rows.ravel(), y.ravel())[0, 1])
+
+    every = [strength(np.array(rows)) for rows in product(permutations(x[0]), permutations(x[1]))]
+    exact = np.mean(np.array(every) >= strength(x) - 1e-12)
+    across = np.mean(
+        [strength(np.array(each).reshape(2, 3)) >= strength(x) - 1e-12 for each in permutations(x.ravel())]
+    )
+    found = correlation(x, y, np.random.default_rng(0), 4000).p
+    assert found == pytest.approx(exact, abs=0.025)
+    assert abs(across - exact) > 0.05
 
 
 def test_p_of_maps_that_have_nothing_in_common_is_uniform() -> None:
