@@ -16,6 +16,7 @@ from policies.base import Policy, Tier
 from testbed.cache.archive import check_archive
 from testbed.cache.layout import CacheConfig
 from testbed.compose import full_policy, policy_from
+from testbed.engine.guard import GuardConfig, check_reference
 from testbed.engine.session import SessionConfig
 from testbed.heads.calibration import CalibrationConfig
 from testbed.results.tracker import Tracker
@@ -24,7 +25,10 @@ from testbed.workloads.base import Workload
 
 # What the configuration may hold besides the arguments of parts; "" is its root.
 KEYS = {
-    "": {"policy", "model", "workload", "cache", "calibration", "wandb", "seed", "budget", "engine", "twin", "signals"},
+    "": {
+        *("policy", "model", "workload", "cache", "calibration", "guard", "wandb"),
+        *("seed", "budget", "engine", "twin", "signals"),
+    },
     "budget": {"fraction"},
     "engine": {"chunk_tokens", "kernel", "threads"},
 }
@@ -43,6 +47,7 @@ class Setup:
     workload: Workload
     cache: CacheConfig
     calibration: CalibrationConfig
+    guard: GuardConfig
     tracker: Tracker
     budget_fraction: float | None
     chunk_tokens: int
@@ -62,7 +67,7 @@ class Setup:
         if full or not self.compresses:  # nothing of the full cache may leave the device
             cache = replace(self.cache, l1_bytes=None, l2_bytes=None, l3_bytes=None, l3_path=None)
             return SessionConfig(cache, None, self.kernel, self.seed, {} if full else self.signals)
-        return SessionConfig(self.cache, self.budget_fraction, self.kernel, self.seed, self.signals)
+        return SessionConfig(self.cache, self.budget_fraction, self.kernel, self.seed, self.signals, self.guard)
 
     @property
     def archives(self) -> bool:
@@ -127,6 +132,7 @@ def setup(cfg: DictConfig) -> Setup:
         workload=build(cfg.workload, "workload"),
         cache=cache,
         calibration=build(cfg.calibration, "calibration"),
+        guard=build(cfg.guard, "guard"),
         tracker=build(cfg.wandb, "wandb"),
         budget_fraction=None if fraction is None else float(fraction),
         chunk_tokens=cfg.engine.chunk_tokens,
@@ -136,6 +142,7 @@ def setup(cfg: DictConfig) -> Setup:
         twin=_machines(cfg.twin),
         seed=cfg.seed,
     )
+    check_reference(made.guard, made.budget_fraction)
     if cache.l3_path is not None or made.archives:
         check_archive(cache.archive_folder())
     return made

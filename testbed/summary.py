@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from kernels.api import choose_backend
 from policies.base import Head, Tier
-from testbed import tiers
+from testbed import tiers, watched
 from testbed.decisions import DecisionLog
 from testbed.engine.evaluate import Answer
 from testbed.experiment import Experiment, Outcome, logs
@@ -47,6 +47,7 @@ def results(run: Experiment) -> list[Number]:
         number("prefill.s", _mean([each.prefill_s for each in outcomes], seed, groups)),
         *_times(outcomes, seed, groups),
         *tiers.numbers(run),
+        *watched.numbers(run),
         *_twins(outcomes, run.settings.twin),
     ]
     return out
@@ -157,6 +158,7 @@ def activity(run: Experiment) -> dict[str, Any]:
         "planned_steps": sum(step.planned for log in decisions for step in log.steps),
         "identical_to_full": all(each.agreement.identical for each in run.outcomes),
         "same_decisions_digest": _digest(decisions),
+        **watched.activity(run),
     }
 
 
@@ -224,6 +226,7 @@ def sample_row(each: Outcome) -> dict[str, Any]:
         "ms_per_token": decode_ms(each.policy),
         "ms_per_token_full": decode_ms(each.full),
         "prefill_s": each.prefill_s,
+        **watched.sample_keys(each),
     }
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from policies.base import Tier
 from testbed.engine.beside import full_session, unlimited
 from testbed.engine.prefill import DenseKV
 from testbed.engine.signals import SignalContext
@@ -44,7 +45,8 @@ class GuardConfig:
         measure: of quality, 1 = the same distributions. likelihood: exp(-mean KL(reference || policy)); overlap: mean
             of sum_x min(p(x), q(x)), 1 less the total variation; top1: share of positions with the same likeliest one.
         reference: "full", or the larger budget's fraction of the full cache, for the same policy.
-        most_raises: how often the budget is raised before the session goes on with the reference's cache.
+        most_raises: how often the budget is raised before the session goes on with the reference's cache; a policy
+            that drops pages for good, which no budget brings back, is not given that chance.
         raise_factor: what a raise multiplies the budget by, above 1.
     """
 
@@ -191,7 +193,8 @@ class Guard:
 
     def _act(self, session: Session) -> str:
         fraction = session.config.budget_fraction
-        if fraction is not None and fraction < 1.0 and self.raises < self.config.most_raises:
+        returns = session.policy.eviction.victim_tier != Tier.DROPPED  # else no budget brings back what is missing
+        if returns and fraction is not None and fraction < 1.0 and self.raises < self.config.most_raises:
             self.raises += 1
             session.raise_budget(min(1.0, fraction * self.config.raise_factor))
             return "raise"
@@ -213,15 +216,25 @@ class Guard:
         return self.reference.cache.ledger().total_bytes
 
 
+def check_reference(config: GuardConfig, budget_fraction: float | None) -> None:
+    """Refuses a reference that is no better than the policy.
+
+    Raises:
+        GuardError: its budget is no larger.
+    """
+    if not config.active or config.reference == FULL:
+        return
+    if budget_fraction is None or float(config.reference) <= budget_fraction:
+        own = f"budget.fraction={budget_fraction!r}"
+        raise GuardError(f"guard.reference={config.reference!r}: must be above the policy's own {own}, or full")
+
+
 def _reference(session: Session, config: GuardConfig, context: SignalContext) -> Session:
     from testbed.engine.session import Session
 
+    check_reference(config, session.config.budget_fraction)
     if config.reference == FULL:
         return full_session(session, context)
-    fraction, own = float(config.reference), session.config.budget_fraction
-    if own is None or fraction <= own:
-        raise GuardError(
-            f"guard.reference={config.reference!r}: must be above the policy's own budget.fraction={own!r}, or full"
-        )
-    larger = replace(session.config, cache=unlimited(session.config.cache), budget_fraction=fraction, guard=None)
+    cache = unlimited(session.config.cache)
+    larger = replace(session.config, cache=cache, budget_fraction=float(config.reference), guard=None)
     return Session(session.decoder, session.policy, larger, context)

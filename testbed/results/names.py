@@ -37,6 +37,9 @@ UNITS: dict[str, str] = {
     "tier.prefetch_late_ms": "ms",
     "tier.prefetch_useless": "fraction",
     "tier.prefetch_harmful": "fraction",
+    "guard.quality": "fraction",
+    "guard.share": "fraction",
+    "guard.bytes": "bytes",
     "sim.local.ms_per_token": "ms/token",
     "sim.h200.ms_per_token": "ms/token",
     "sim.local.ms_per_token_full": "ms/token",
@@ -54,5 +57,6 @@ HIGHER_IS_BETTER = frozenset(
         "decode.speedup",
         "tier.hit_rate",
         "tier.prefetch_useful",
+        "guard.quality",
     }
 )

@@ -9,7 +9,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.table import Table
 
-from testbed.results import tiers
+from testbed.results import notices, tiers
 from testbed.results.display import ABSENT, Sheet, number_text, policy_name
 from testbed.results.record import Number, Record
 
@@ -38,6 +38,9 @@ ROWS = (
     Row("waiting for pages", None, "tier.stall_ms_per_token", "tier.stall_share", "of step"),
     Row("pages found on the device", None, "tier.hit_rate", None),
     Row("prefetched pages used", None, "tier.prefetch_useful", None),
+    Row("quality the guard saw", None, "guard.quality", None),
+    Row("guard, share of time", None, "guard.share", None),
+    Row("KV bytes of the guard's reference", None, "guard.bytes", None),
     Row("predicted, this machine", "sim.local.ms_per_token_full", "sim.local.ms_per_token", None),
     Row("predicted, H200", "sim.h200.ms_per_token_full", "sim.h200.ms_per_token", None),
     Row("mean KL to full", None, "kl.mean", None),
@@ -86,7 +89,7 @@ def show(record: Record, file: TextIO | None = None) -> None:
     )
     for sheet in tiers.sheets(record):
         console.print(sheet_table(sheet))
-    for line in tiers.lines(record):
+    for line in (*tiers.lines(record), *notices.lines(record.activity)):
         console.print(line, style="dim", markup=False)
     kernels = record.activity.get("kernel_calls")
     if kernels:

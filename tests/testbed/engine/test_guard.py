@@ -77,7 +77,8 @@ def test_a_guard_that_is_content_changes_nothing() -> None:
 
 
 def test_too_bad_first_raises_the_budget_then_goes_on_with_the_full_cache() -> None:
-    session = guarded(GuardConfig(every_tokens=6, threshold=1.0, most_raises=1, raise_factor=1.5))
+    demoting = compose_policy("streaming", ["policy/eviction=demote"])
+    session = guarded(GuardConfig(every_tokens=6, threshold=1.0, most_raises=1, raise_factor=1.5), demoting)
     session.extend(TURN)
     logits = decode(session, SAID)
     probes = list(session.story.probes)
@@ -88,6 +89,15 @@ def test_too_bad_first_raises_the_budget_then_goes_on_with_the_full_cache() -> N
     torch.testing.assert_close(logits[done:], right(len(TURN) + len(SAID))[len(TURN) + done :], atol=2e-3, rtol=2e-3)
     assert not bool((session.cache.state["tier"] == 4).any())
     assert session.cache.length_tokens == len(CONTEXT) + len(TURN) + len(SAID)
+
+
+def test_what_is_dropped_for_good_no_budget_brings_back() -> None:
+    session = guarded(GuardConfig(every_tokens=6, threshold=1.0, most_raises=1))
+    logits = decode(session, SAID[:9])
+    assert [probe.action for probe in session.story.probes] == ["switch"]
+    expected = truth("llama", [*CONTEXT, *SAID[:9]])[len(CONTEXT) :]
+    torch.testing.assert_close(logits[5:], expected[5:], atol=2e-3, rtol=2e-3)
+    assert not torch.allclose(logits[4], expected[4], atol=0.05)
 
 
 def test_a_policy_without_a_budget_has_nothing_to_raise() -> None:
