@@ -147,9 +147,15 @@ class Looking:
 
 @dataclass(frozen=True)
 class TopShare:
-    """An attention part: of the pages that are not hot, the share with the highest scores EXACT, the others SKIP."""
+    """An attention part: of the pages that are not hot, the share with the highest scores EXACT.
+
+    Attributes:
+        share: in [0, 1].
+        prototypes: whether the others are attended by their prototypes; else they are skipped.
+    """
 
     share: float
+    prototypes: bool = False
 
     def __post_init__(self) -> None:
         """Refuses what is no share."""
@@ -162,7 +168,7 @@ class TopShare:
 
     @property
     def prototype_share(self) -> float:
-        """No prototypes."""
+        """No bytes are limited, so none are kept free."""
         return 0.0
 
     def modes(self, signals: Signals, score: Tensor, resident: Tensor, spare_bytes: Tensor) -> Tensor:
@@ -170,7 +176,8 @@ class TopShare:
         candidates = int((~signals.hot).sum())
         best = score.masked_fill(signals.hot, -torch.inf).topk(kept_pages(self.share, candidates), -1).indices
         chosen = signals.hot.expand(signals.shape).scatter(-1, best, torch.ones_like(best, dtype=torch.bool))
-        return (chosen & resident).to(torch.int8) * int(Mode.EXACT)
+        other = int(Mode.CLUSTER if self.prototypes else Mode.SKIP)
+        return torch.where(chosen & resident, int(Mode.EXACT), other).to(torch.int8)
 
 
 def kept_pages(share: float, candidates: int) -> int:

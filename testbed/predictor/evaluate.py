@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,8 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from rich.console import Console
 from torch import Tensor
 
 from policies.base import Predictor, Signals
@@ -29,19 +32,22 @@ from testbed.heads.differentiable import Differentiable
 from testbed.models.base import Decoder
 from testbed.predictor.agents import PHASES
 from testbed.predictor.contribution import contributions, step_of
-from testbed.predictor.corpus import Document, contents, corpus_hash
+from testbed.predictor.corpus import Document, contents, corpus_hash, documents
 from testbed.predictor.drive import Course, Learn, Moment, drive
 from testbed.predictor.recall import SHARES, caught
-from testbed.predictor.recording import SINGLES, Recording
+from testbed.predictor.recording import Recording
 from testbed.predictor.tally import CASES, Slice, Tallies
+from testbed.results.display import ABSENT, Sheet
 from testbed.results.environment import environment
+from testbed.results.progress import Progress
 from testbed.results.record import write_atomically
 from testbed.results.stats import Estimate
+from testbed.results.table import PLAIN_WIDTH, sheet_table
 
 ORACLE = "oracle"  # the truth itself: what the full cache is about to attend to
 LEARNED = ("hybrid", "mlp")
 JUDGED = ("oracle", "hybrid", "mlp", "attention_ema", "tova", "quest", "snapkv", "h2o", "bm25", "judges", "random")
-Progress = Callable[[str, float], None]
+Tell = Callable[[str, float], None]
 
 
 class EvaluationError(ValueError):
@@ -160,6 +166,10 @@ class Evaluation:
             "step": {"seconds": statistics.median(self.step_s), "flops": self.step_flops, "steps": len(self.step_s)},
         }
 
+    def sheets(self) -> list[Sheet]:
+        """Tables for reading."""
+        return tables(self)
+
     def _cost(self, name: str) -> dict[str, float | None]:
         cost = self.costs[name]
         return {
@@ -177,6 +187,68 @@ def _plain(estimate: Estimate | None) -> dict[str, Any] | None:
     return {"value": estimate.value, "low": low, "high": high, "documents": estimate.n}
 
 
+TITLES = {
+    "sparse": "recall of the next step's mass, sessions that attend to few pages",
+    "full": "recall of the next step's mass, session of the full cache",
+    "held": "recall over a window's steps by its first step's scores, sessions that attend to few pages",
+    "contribution": "recall of absolute contributions to the next logit",
+}
+
+
+def tables(done: Evaluation) -> list[Sheet]:
+    """Recall by case, by phase and by layer; tests; costs."""
+    tallies, names = done.tallies, done.tallies.predictors
+    columns = ["predictor", *(f"{share:.0%} of pages" for share in SHARES)]
+    out = []
+    for case, title in TITLES.items():
+        rows = [[name, *(_said(tallies.mean(name, share, Slice(case))) for share in SHARES)] for name in names]
+        out.append(Sheet(title, columns, rows))
+    phases = [
+        [n, *(_said(tallies.mean(n, 0.10, Slice("sparse", phase=at))) for at in range(len(PHASES)))] for n in names
+    ]
+    out.append(Sheet("recall at 10 % by phase of the token that is predicted", ["predictor", *PHASES], phases))
+    shown = [name for name in (ORACLE, "hybrid", done.best, "quest", "random") if name in names]
+    shown = list(dict.fromkeys(shown))
+    layers = [
+        [str(layer), *(_said(tallies.mean(name, 0.10, Slice("sparse", layer)), ci=False) for name in shown)]
+        for layer in range(tallies.layers)
+    ]
+    out.append(Sheet("recall at 10 % by layer", ["layer", *shown], layers))
+    out.append(Sheet("paired over documents, sessions that attend to few pages", *_tests(done)))
+    costs = [
+        [
+            name,
+            f"{1e3 * statistics.median(cost.seconds):.2f} ms",
+            f"{done.time_share(name):.1%}",
+            f"{done.time_share(name, 16):.2%}",
+            "" if cost.flops is None else f"{cost.flops / 1e6:.1f} M ({cost.flops / done.step_flops:.1%} of a step)",
+        ]
+        for name, cost in done.costs.items()
+    ]
+    header = ["predictor", "time a score", "of a step, every step", "every 16 steps", "FLOPs"]
+    out.append(Sheet(f"cost of a score beside a step of {1e3 * statistics.median(done.step_s):.1f} ms", header, costs))
+    return out
+
+
+def _tests(done: Evaluation) -> tuple[list[str], list[list[str]]]:
+    tallies, names, rows = done.tallies, done.tallies.predictors, []
+    for name in LEARNED:
+        for share in SHARES if name in names else ():
+            found = tallies.compare(name, done.best, share, Slice("sparse"))
+            closed = tallies.closed(name, "quest", ORACLE, share, Slice("sparse")) if "quest" in names else None
+            if found is not None:
+                said = [f"{name} - {done.best}", f"{share:.0%}", _said(found.difference), f"{found.p:.4f}"]
+                rows.append([*said, "yes" if found.significant else "no", _said(closed)])
+    return ["difference", "pages", "recall", "p", "significant", "gap from quest to oracle closed"], rows
+
+
+def _said(estimate: Estimate | None, ci: bool = True) -> str:
+    if estimate is None:
+        return ABSENT
+    interval = "" if estimate.ci is None or not ci else f" [{estimate.ci[0]:.3f}, {estimate.ci[1]:.3f}]"
+    return f"{estimate.value:.3f}{interval}"
+
+
 def evaluate(
     decoder: Decoder,
     corpus: Sequence[Document],
@@ -185,7 +257,7 @@ def evaluate(
     course: Course,
     points: int = 8,
     about: Mapping[str, Any] | None = None,
-    progress: Progress = lambda what, done: None,
+    progress: Tell = lambda what, done: None,
 ) -> Evaluation:
     """Drives the corpus's test documents and counts.
 
@@ -294,6 +366,24 @@ def _flops(part: Predictor, moment: Moment, signals: Signals) -> float | None:
     return float(sum(counted)) if counted else None
 
 
-def singles() -> tuple[str, ...]:
-    """Names of the predictors that are one signal."""
-    return tuple(SINGLES)
+def main(args: Sequence[str]) -> None:
+    """The command; see conf/evaluation.yaml."""
+    with initialize_config_module("conf", version_base="1.3"):
+        cfg = compose("evaluation", overrides=list(args))
+    torch.set_num_threads(cfg.threads)
+    predictors = parts(list(cfg.predictors))
+    decoder: Decoder = instantiate(cfg.model)
+    corpus = documents(decoder, **cfg.corpus)
+    settings = RecordingSettings(points=cfg.points)
+    course = Course(settings.chooser, shares=tuple(cfg.shares), cache=instantiate(cfg.cache))
+    with Progress() as bar:
+        best = cfg.best
+        if best is None:
+            training = [document for document in corpus if document.part == "train"]
+            best = best_single(record(decoder, training, settings, course, bar.fraction))
+        done = evaluate(decoder, corpus, predictors, best, course, cfg.points, progress=bar.fraction)
+    if cfg.record:
+        done.write(Path(cfg.record))
+    console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
+    for sheet in done.sheets():
+        console.print(sheet_table(sheet))
