@@ -1,7 +1,8 @@
 """A page matters as much as one signal says.
 
 Several published methods are this and nothing else; which signal, and the paper, stands in their YAML:
-h2o (`attention_mass`), tova (`last_mass`), quest (`query_bound`), attention_ema, bm25 (`retrieval`).
+h2o (`attention_mass`), tova (`last_mass`), quest (`query_bound`), attention_ema, bm25 (`retrieval`), embedding,
+mlp (`core_score`).
 """
 
 from __future__ import annotations

@@ -29,8 +29,9 @@ from policies.eviction.core_lru import CoreLru
 from policies.eviction.fifo import Fifo
 from policies.formats.per_class import PerClass as PerClassFormat
 from policies.predictors.hybrid import Hybrid
+from policies.predictors.judges import Judges
 from policies.predictors.random import Random
-from policies.predictors.rules import Rules
+from policies.predictors.rules import Rules, core_pages
 from policies.predictors.snapkv import SnapKV
 from policies.prefetch.next_step import NextStep
 from policies.ranks import share_below
@@ -39,7 +40,9 @@ SHAPE = (LAYERS, KV_HEADS, PAGES)
 
 
 def signals_with(**values: Tensor) -> Signals:
-    return replace(first_signals(frozenset()), values=values_for(frozenset({"role"}), PAGES, 0) | values)
+    return replace(
+        first_signals(frozenset()), values=values_for(frozenset({"role", "tool_call", "locked"}), PAGES, 0) | values
+    )
 
 
 def test_snapkv_averages_neighbours_and_keeps_pages_after_the_prompt() -> None:
@@ -62,8 +65,8 @@ def test_share_below_is_the_minimum_rank() -> None:
 
 
 @pytest.mark.parametrize("combine", ["max", "mean"])
-def test_hybrid_is_free_of_scale_and_combines_as_it_says(combine: str) -> None:
-    part = Hybrid(combine, rules_weight=0.5, retrieval_weight=1.0, attention_weight=2.0, sink_tokens=16)
+def test_judges_are_free_of_scale_and_combine_as_they_say(combine: str) -> None:
+    part = Judges(combine, rules_weight=0.5, retrieval_weight=1.0, attention_weight=2.0, sink_tokens=16)
     retrieval, ema = scrambled((PAGES,), 1), scrambled(SHAPE, 2)
     score = part.score(signals_with(retrieval=retrieval, attention_ema=ema))
     rules = torch.tensor([1.0] + [n / (PAGES - 1) for n in range(1, PAGES)])
@@ -76,15 +79,15 @@ def test_hybrid_is_free_of_scale_and_combines_as_it_says(combine: str) -> None:
 
 
 def test_a_signal_shared_by_all_streams_may_come_expanded() -> None:
-    part = Hybrid("max", 0.0, 1.0, 0.0, 0)
+    part = Judges("max", 0.0, 1.0, 0.0, 0)
     flat = scrambled((PAGES,), 1)
     assert torch.equal(part.score(signals_with(retrieval=flat)), part.score(signals_with(retrieval=flat.expand(SHAPE))))
     assert part.needs == {"retrieval"}
-    assert "role" in Hybrid("max", 0.5, 1.0, 0.0, 0).needs
+    assert "role" in Judges("max", 0.5, 1.0, 0.0, 0).needs
 
 
 def test_rules_put_sinks_and_recent_pages_first() -> None:
-    score = Rules(sink_tokens=20).score(signals_with())[0, 0].tolist()
+    score = Rules(sink_tokens=20, last_tokens=0).score(signals_with())[0, 0].tolist()
     assert score[:2] == [1.0, 1.0]
     assert score[2:] == pytest.approx([n / (PAGES - 1) for n in range(2, PAGES)])
 
@@ -95,7 +98,7 @@ def test_system_pages_and_the_users_last_turn_are_core() -> None:
     for cut in range(len(letters), 2, -1):
         text = (letters[:cut] * 2)[-PAGES:].rjust(PAGES, "?")
         role = torch.tensor(["STDUG".find(letter) for letter in text], dtype=torch.int8)
-        score = Rules(sink_tokens=0).score(signals_with(role=role))[1, 1].tolist()
+        score = Rules(sink_tokens=0, last_tokens=0).score(signals_with(role=role))[1, 1].tolist()
         core = [n for n, letter in enumerate(text) if letter == "S"]
         page = text.rfind("U")
         while page >= 0 and text[page] == "U":
@@ -105,9 +108,28 @@ def test_system_pages_and_the_users_last_turn_are_core() -> None:
         assert score == pytest.approx(expected), text
 
 
+def test_rules_and_hybrid_put_first_what_is_being_answered() -> None:
+    """A user's turn, a tool's description and two results; one span locked; the score beside them says nothing."""
+    letters = "STTDDDRRDDURRGGG".ljust(PAGES, "G")
+    role = torch.tensor(["STDUGR".find(letter) for letter in letters], dtype=torch.int8)
+    locked = torch.zeros(PAGES)
+    locked[4] = 1.0
+    always = {0, 4, 10, PAGES - 3, PAGES - 2, PAGES - 1}  # sinks, locked, the turn, the last 40 tokens
+    learned = scrambled(SHAPE, 6) * 9 - 20
+    for calling, core in ((0.0, always), (1.0, always | {1, 2, 11, 12})):
+        signals = signals_with(role=role, locked=locked, tool_call=torch.full((PAGES,), calling), core_score=learned)
+        assert set(core_pages(signals, 16, 40).nonzero().flatten().tolist()) == core
+        ones = Rules(16, 40).score(signals)[0, 0] == 1.0
+        assert set(ones.nonzero().flatten().tolist()) == core
+        score = Hybrid(16, 40).score(signals)
+        for stream, plain in zip(score.flatten(0, 1).tolist(), learned.flatten(0, 1).tolist(), strict=True):
+            expected = sorted(range(PAGES), key=lambda page, plain=plain, core=core: (page in core, plain[page]))
+            assert sorted(range(PAGES), key=stream.__getitem__) == expected
+
+
 def test_a_role_that_differs_between_streams_is_refused() -> None:
     with pytest.raises(PolicyError, match="'role'"):
-        Rules(16).score(signals_with(role=torch.zeros(SHAPE, dtype=torch.int8)))
+        Rules(16, 0).score(signals_with(role=torch.zeros(SHAPE, dtype=torch.int8)))
 
 
 def test_pools_follow_the_classes() -> None:
