@@ -35,7 +35,7 @@ from testbed.predictor.contribution import contributions, step_of
 from testbed.predictor.corpus import Document, contents, corpus_hash, documents
 from testbed.predictor.drive import Course, Learn, Moment, drive
 from testbed.predictor.recall import SHARES, caught
-from testbed.predictor.recording import Recording
+from testbed.predictor.recording import Recording, RecordingSettings, record
 from testbed.predictor.tally import CASES, Slice, Tallies
 from testbed.results.display import ABSENT, Sheet
 from testbed.results.environment import environment
