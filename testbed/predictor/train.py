@@ -9,17 +9,26 @@ the same recordings, seed and threads on one machine the weights are the same to
 
 from __future__ import annotations
 
+import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
+from hydra import compose, initialize_config_module
+from hydra.utils import instantiate
 from torch import Tensor
 
+from testbed.predictor.corpus import documents
+from testbed.predictor.drive import Course
 from testbed.predictor.network import Network, NetworkShape, layer_groups
 from testbed.predictor.recall import SHARES, caught
-from testbed.predictor.recording import Recording
+from testbed.predictor.recording import Recording, RecordingSettings, data_hash, record
+from testbed.predictor.weights import About, trained_path, write_weights
+from testbed.results.progress import Progress as Bar
 
 START = {"mass_fast": 0.5, "mass_last": 0.5}
 """Weights of features that scores begin with: log mass of the last steps, which the perceptrons learn to correct."""
@@ -235,14 +244,58 @@ def _check(recordings: Sequence[Recording], heads: int) -> None:
             raise TrainingError(f"recording {each.document}: head {int(each.head.max())} of a model with {heads}")
 
 
-def described(result: Trained, judged: dict[str, Any]) -> dict[str, Any]:
+def described(result: Trained, judged: Mapping[str, Mapping[str, Sequence[float]]]) -> dict[str, Any]:
     """What weights say of how they were learnt and what they are worth; plain numbers."""
-    return {
-        "rows": result.rows,
-        "losses_nats": [round(loss, 4) for loss in result.losses],
-        "recall_shares": list(SHARES),
-        "recall": {
-            case: {name: [round(value, 4) for value in values] for name, values in by_name.items()}
-            for case, by_name in judged.items()
-        },
+    recall = {
+        case: {name: [round(value, 4) for value in values] for name, values in by_name.items()}
+        for case, by_name in judged.items()
     }
+    learnt = {"rows": result.rows, "losses_nats": [round(loss, 4) for loss in result.losses]}
+    return learnt | {"recall_shares": list(SHARES), "recall": recall}
+
+
+def main(args: Sequence[str]) -> None:
+    """The command; see conf/predictor.yaml."""
+    with initialize_config_module("conf", version_base="1.3"):
+        cfg = compose("predictor", overrides=list(args))
+    torch.set_num_threads(cfg.threads)
+    config, decoder = instantiate(cfg.training), instantiate(cfg.model)
+    path = trained_path(decoder) if cfg.weights is None else Path(cfg.weights).expanduser()
+    corpus = documents(decoder, **cfg.corpus)
+    settings = RecordingSettings(heads_one_in=cfg.heads_one_in, points=cfg.points)
+    course = Course(settings.chooser, shares=tuple(cfg.shares), cache=instantiate(cfg.cache))
+    parts = {part: [document for document in corpus if document.part == part] for part in ("train", "test")}
+    geometry = decoder.geometry
+    with Bar() as bar:
+        recordings = record(decoder, parts["train"], settings, course, bar.fraction)
+        result = train(recordings, geometry.layers, geometry.kv_heads, config, bar.fraction)
+        judged: Mapping[str, Mapping[str, Sequence[float]]] = {}
+        if cfg.judge:
+            judged = judge(
+                result.network, record(decoder, parts["test"], replace(settings, points=0), course, bar.fraction)
+            )
+    about = About(
+        model=decoder.name,
+        fingerprint=decoder.fingerprint,
+        names=recordings[0].names,
+        shape=result.network.shape,
+        data=data_hash(decoder, parts["train"], settings, course),
+        seed=config.seed,
+        versions={"torch": torch.__version__, "python": platform.python_version(), "testbed": version("testbed")},
+        settings={**asdict(config), "threads": cfg.threads},
+        measured=described(result, judged),
+    )
+    write_weights(path, result.network, about)
+    print(printed(about, result, path))
+
+
+def printed(about: About, result: Trained, path: Path) -> str:
+    """What the command says in the end."""
+    losses = ", ".join(f"{loss:.3f}" for loss in result.losses)
+    lines = [f"trained on {result.rows} rows in {result.seconds:.0f} s; loss by epoch {losses} nats"]
+    for case, by_name in about.measured["recall"].items():
+        best = max((name for name in by_name if name != "mlp"), key=lambda name, by_name=by_name: by_name[name][0])
+        for name in ("mlp", best):
+            shares = ", ".join(f"{v:.3f} at {s:.0%}" for s, v in zip(SHARES, by_name[name], strict=True))
+            lines.append(f"recall on test documents, {case}, {name}: {shares}")
+    return "\n".join([*lines, f"weights: {path} ({path.stat().st_size} bytes, data {about.data})"])

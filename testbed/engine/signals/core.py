@@ -20,7 +20,7 @@ from testbed.engine.signals.embedding import Embedding
 from testbed.engine.signals.history import History
 from testbed.engine.signals.retrieval import Retrieval
 from testbed.engine.signals.role import RoleSource
-from testbed.predictor.network import Network, layer_groups
+from testbed.predictor.network import Network, NetworkShape, layer_groups
 from testbed.predictor.weights import WeightsError, load_weights
 
 GROUPS = 6
@@ -140,6 +140,13 @@ class CoreFeatures(Source):
             except WeightsError as error:
                 raise SignalError(f"signal core_score: {error}") from error
         return self._network.score(self.features(observed), self.context())
+
+    def flops(self, pages: int) -> int:
+        """Of one score of all streams: the queries' products with centres and radii, and the network."""
+        geometry = self._decoder.geometry
+        products = 2 * 2 * 2 * geometry.query_heads * geometry.head_dim * geometry.layers * pages
+        shape = (geometry.layers, geometry.kv_heads, int(self._groups[-1]) + 1, len(NAMES), 2 * self._decoder.width)
+        return products + NetworkShape(*shape).flops(pages)
 
     def fork(self) -> CoreFeatures:
         """An independent copy; the weights are shared."""
