@@ -1,38 +1,28 @@
-"""A full cache beside a session: the same tokens, everything exact, nothing ever leaves it.
+"""What may run beside a session: a full cache a step ahead, for the oracle, and the quality guard's reference.
 
-It serves whoever must know the truth: the oracle (the attention that a coming run would pay under the full cache) and
-the quality guard (the next-token distribution). It costs a second cache and its own runs of the model, which are
-timed apart from the session's.
+Each costs a second cache and its own runs of the model, which are timed apart from the session's.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from testbed.cache.layout import CacheConfig
+from testbed.cache.pool import CacheError
+from testbed.cache.saved import SavedError
+from testbed.engine.full import full_session
+from testbed.engine.guard import Guard
+from testbed.engine.prefill import DenseKV
 from testbed.engine.signals import SignalContext
 
 if TYPE_CHECKING:
     from testbed.engine.session import Session
 
 NEWEST = "last_mass"  # the signal that holds what the last run attended to
-
-
-def unlimited(config: CacheConfig) -> CacheConfig:
-    """The same cache without limits: nothing leaves the device."""
-    return replace(config, l1_bytes=None, l2_bytes=None, l3_bytes=None, l3_path=None)
-
-
-def full_session(of: Session, context: SignalContext, watch: frozenset[str] = frozenset()) -> Session:
-    """A session of the full cache for the same model, which follows some signals; not started yet."""
-    from testbed.compose import full_policy  # Hydra, only where it is needed
-    from testbed.engine.session import Session
-
-    config = replace(of.config, cache=unlimited(of.config.cache), budget_fraction=None, signals=None, guard=None)
-    return Session(of.decoder, full_policy(), config, context, watch=watch)
 
 
 class Truth:
@@ -56,3 +46,88 @@ class Truth:
     def fork(self) -> Truth:
         """An independent copy."""
         return Truth(self.session.fork(own_pools=True))
+
+
+class Beside:
+    """The companions of one session; most have none.
+
+    Args:
+        truth: runs each token before the session does.
+        guard: compares now and then.
+    """
+
+    def __init__(self, truth: Truth | None, guard: Guard | None) -> None:
+        self._truth, self._guard = truth, guard
+
+    @staticmethod
+    def of(session: Session, context: SignalContext, shares_pools: bool) -> Beside:
+        """What the session's signals and its configuration ask for.
+
+        Raises:
+            CacheError: a guard for a session that shares pools.
+            GuardError: a reference that is no better than the session.
+        """
+        wants_truth = any(source.wants_truth for source in session.sources.values())
+        config = session.config.guard
+        guarded = config is not None and config.active
+        if guarded and shares_pools:
+            raise CacheError("a guarded session may go on with another cache, so it can't share pools: leave guard out")
+        truth = Truth(full_session(session, context, frozenset({NEWEST}))) if wants_truth else None
+        return Beside(truth, Guard(session, config, context) if guarded and config is not None else None)
+
+    def start(self, dense: DenseKV, roles: Sequence[int] | None) -> None:
+        """Companions take the same context."""
+        if self._truth is not None:
+            self._truth.session.start(dense)
+        if self._guard is not None:
+            self._guard.start(dense, roles)
+
+    def foresee(self, session: Session, ids: Tensor) -> float:
+        """Before the plan for tokens [T]: the truth of that run, for signals that want it; seconds it took."""
+        if self._truth is None:
+            return 0.0
+        started = time.perf_counter()
+        mass = self._truth.mass(ids)
+        for source in session.sources.values():
+            if source.wants_truth:
+                source.watch_truth(mass)
+        return time.perf_counter() - started
+
+    def note(self, ids: Tensor, role: int, logits: Tensor | None) -> None:
+        """Tokens [T] of a turn that the session ran, and its logits [T, V] if all were asked for."""
+        if self._guard is not None:
+            self._guard.note(ids, role, logits)
+
+    def guarded(self, session: Session, ids: Tensor, role: int, logits: Tensor) -> Tensor:
+        """After a decode step: its logits [V], or better ones where a probe found them too bad."""
+        guard = self._guard
+        if guard is None:
+            return logits
+        guard.note(ids, role, logits.unsqueeze(0))
+        if not guard.due:
+            return logits
+        better = guard.probe(session)
+        session.story.probes, session.story.guard_bytes = guard.probes.fork(), guard.bytes
+        if session.cache is guard.reference.cache:
+            self._guard = None
+        return logits if better is None else better
+
+    def fork(self) -> Beside:
+        """Independent copies."""
+        return Beside(
+            None if self._truth is None else self._truth.fork(), None if self._guard is None else self._guard.fork()
+        )
+
+    def check_saved(self, path: str | Path) -> None:
+        """Raises SavedError if there are companions, which no file holds."""
+        if self._truth is not None:
+            raise SavedError(f"{path}: a session that follows the full cache (signal next_mass) can't be saved")
+        if self._guard is not None:
+            raise SavedError(f"{path}: a guarded session can't be saved; it needs its reference")
+
+    def close(self) -> None:
+        """Frees their caches."""
+        if self._truth is not None:
+            self._truth.session.close()
+        if self._guard is not None:
+            self._guard.reference.close()

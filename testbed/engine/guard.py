@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from policies.base import Tier
-from testbed.engine.beside import full_session, unlimited
+from testbed.engine.full import full_session, unlimited
 from testbed.engine.prefill import DenseKV
 from testbed.engine.signals import SignalContext
 from testbed.engine.trail import Trail

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from policies.base import Phase, Plan, Policy, Role, Signals, Tier
-from testbed.cache.budgets import archive_budget_bytes, device_slack_bytes, host_budget_bytes, reserved_device_bytes
-from testbed.cache.layout import CacheConfig, device_budget
+from testbed.cache.budgets import archive_budget_bytes, host_budget_bytes
+from testbed.cache.layout import CacheConfig
 from testbed.cache.paged import PagedCache
-from testbed.cache.pool import CacheError
 from testbed.cache.pools import Pools
-from testbed.cache.saved import Reader, SavedError
+from testbed.cache.saved import Reader
 from testbed.cache.snapshot import Pins, unpin
-from testbed.decisions import DecisionLog, Header, ModelShape, Move, Step
+from testbed.decisions import DecisionLog, Move, Step
 from testbed.engine import saved
+from testbed.engine.accounts import device_budget_bytes, free_device_bytes, full_bytes, log_header, planned_device_bytes
 from testbed.engine.batch import Batch, model_id, run_together
-from testbed.engine.beside import NEWEST, Truth, full_session
-from testbed.engine.guard import Guard, GuardConfig
+from testbed.engine.beside import Beside
+from testbed.engine.guard import GuardConfig
 from testbed.engine.idle import Idle, parked
 from testbed.engine.lost import mended
 from testbed.engine.prefill import DenseKV, check_length, prefill
@@ -85,12 +85,7 @@ class Session:
         self.decoder, self.policy, self.config = decoder, policy, config
         self.sources: dict[str, SignalSource] = build_sources(policy.needs | watch, context, config.signals)
         self._wants()
-        wants_truth = any(source.wants_truth for source in self.sources.values())
-        self._truth = Truth(full_session(self, context, frozenset({NEWEST}))) if wants_truth else None
-        wants_guard = config.guard is not None and config.guard.active
-        if wants_guard and pools is not None:
-            raise CacheError("a guarded session may go on with another cache, so it can't share pools: leave guard out")
-        self._guard = Guard(self, config.guard, context) if wants_guard and config.guard is not None else None
+        self._beside = Beside.of(self, context, shares_pools=pools is not None)
         geometry = decoder.geometry
         self.cache = PagedCache(
             geometry.layers,
@@ -135,10 +130,7 @@ class Session:
         self._story.has_roles = roles is not None
         said_by = torch.full((dense.length_tokens,), UNKNOWN) if roles is None else torch.tensor(list(roles))
         self._story.chunk_tokens, self._story.context_tokens = dense.chunk_tokens, dense.length_tokens
-        if self._truth is not None:
-            self._truth.session.start(dense)
-        if self._guard is not None:
-            self._guard.start(dense, roles)
+        self._beside.start(dense, roles)
         self._watch(dense.tokens, said_by.to(torch.int8))
         self.cache.length_tokens = dense.length_tokens  # pages exist for planning, though none is placed yet
         signals = self._signals(Phase.COMPRESS, 0)
@@ -164,8 +156,7 @@ class Session:
             moves = self._plan(Phase.TURN, len(part))
             got = run_together([self], part.unsqueeze(0), logits, [role])
             out.append(None if got is None else got[0])
-            if self._guard is not None:
-                self._guard.note(part, role, out[-1])
+            self._beside.note(part, role, out[-1])
             total = time.perf_counter() - started
             self._story.turn_times.append(StepTime(total, self._plan_s, self.stall_s - stalled))
             self._log("extend", len(part), True, moves)
@@ -181,17 +172,7 @@ class Session:
 
     def guarded(self, ids: Tensor, role: int, logits: Tensor) -> Tensor:
         """After a decode step: its logits [V], or better ones where a probe found them too bad. For `Batch`."""
-        if self._guard is None:
-            return logits
-        self._guard.note(ids, role, logits.unsqueeze(0))
-        if not self._guard.due:
-            return logits
-        better = self._guard.probe(self)
-        self._story.probes = self._guard.probes.fork()
-        self._story.guard_bytes = self._guard.bytes
-        if self.cache is self._guard.reference.cache:
-            self._guard = None
-        return logits if better is None else better
+        return self._beside.guarded(self, ids, role, logits)
 
     def raise_budget(self, fraction: float) -> None:
         """Another budget from the next plan on, which comes with the next step. For the guard."""
@@ -217,14 +198,7 @@ class Session:
         """
         for source in self.sources.values():
             source.watch_next(ids)
-        if self._truth is None:
-            return 0.0
-        started = time.perf_counter()
-        mass = self._truth.mass(ids)
-        for source in self.sources.values():
-            if source.wants_truth:
-                source.watch_truth(mass)
-        return time.perf_counter() - started
+        return self._beside.foresee(self, ids)
 
     def plan_step(self) -> tuple[bool, list[Move]]:
         """Before a decode step: plans if one is due. Whether it was, and what moved. For `Batch`."""
@@ -263,7 +237,7 @@ class Session:
         """
         if tier not in (Tier.L2, Tier.L3):
             raise ValueError(f"park tier={tier!r}: must be L2 or L3")
-        started, before = time.perf_counter(), self._planned_device_bytes()
+        started, before = time.perf_counter(), planned_device_bytes(self)
         signals = self._signals(Phase.TURN, 0)
         plan = parked(signals, tier, self.cache.metadata.score.view(signals.shape))
         moves = self.cache.apply(plan)
@@ -274,7 +248,7 @@ class Session:
             self._story.idle.append(self._pause.over([], started - self._paused_at, 0.0))
         self._paused_at = time.perf_counter()
         self._pause = Idle.begun(
-            self._story.step, moves, before - self._planned_device_bytes(), self._paused_at - started
+            self._story.step, moves, before - planned_device_bytes(self), self._paused_at - started
         )
         return self._pause
 
@@ -288,8 +262,7 @@ class Session:
         """
         cache = mended(self, lambda: self.cache.fork(own_pools))
         other = copy.copy(self)
-        other._truth = None if self._truth is None else self._truth.fork()
-        other._guard = None if self._guard is None else self._guard.fork()
+        other._beside = self._beside.fork()
         other.cache = cache
         other.sources = {name: source.fork() for name, source in self.sources.items()}
         other._story = self._story.fork()
@@ -309,10 +282,7 @@ class Session:
             SavedError: the file can't be written, or pages can't stay in place.
             CacheError: pages of L3 are lost, with cache.on_lost=error.
         """
-        if self._truth is not None:
-            raise SavedError(f"{path}: a session that follows the full cache (signal next_mass) can't be saved")
-        if self._guard is not None:
-            raise SavedError(f"{path}: a guarded session can't be saved; it needs its reference")
+        self._beside.check_saved(path)
         pins = saved.save(self, Path(path), in_place)
         unpin(self._pins)
         self._pins = pins
@@ -407,28 +377,12 @@ class Session:
     @torch.inference_mode()
     def close(self) -> None:
         """Frees the cache."""
-        if self._truth is not None:
-            self._truth.session.close()
-        if self._guard is not None:
-            self._guard.reference.close()
+        self._beside.close()
         self.cache.close()
 
     def log(self) -> DecisionLog:
         """All decisions so far."""
-        geometry, decoder = self.decoder.geometry, self.decoder
-        value_bytes = self.config.cache.torch_dtype.itemsize
-        shape = ModelShape(
-            decoder.name,
-            geometry.layers,
-            geometry.query_heads,
-            geometry.kv_heads,
-            geometry.head_dim,
-            weights_bytes=decoder.weights_bytes,
-            flops_per_token=2 * decoder.weights,
-        )
-        full = geometry.token_bytes(self.config.cache.torch_dtype)
-        header = Header(shape, self.config.cache.page_tokens, self.policy.name, full, value_bytes)
-        return DecisionLog(header, tuple(self._story.steps))
+        return DecisionLog(log_header(self), tuple(self._story.steps))
 
     # --- planning ----------------------------------------------------------------------------------------------
 
@@ -445,7 +399,7 @@ class Session:
             hot=cache.hot_mask(next_tokens),
             held=held,
             page_bytes=cache.page_bytes,
-            device_budget_bytes=self._free_device_bytes(length),
+            device_budget_bytes=free_device_bytes(self, length),
             host_budget_bytes=host_budget_bytes(cache),
             archive_budget_bytes=archive_budget_bytes(cache),
             classes=self._classes,
@@ -466,30 +420,11 @@ class Session:
 
     def full_bytes(self, length_tokens: int) -> int:
         """Everything in bf16: what budgets are fractions of."""
-        return length_tokens * self.decoder.geometry.token_bytes(torch.bfloat16)
+        return full_bytes(self, length_tokens)
 
     def device_budget_bytes(self, length_tokens: int) -> int | None:
         """Most bytes on the device at that length."""
-        full = self.full_bytes(length_tokens)
-        return device_budget(self.config.cache, self.config.budget_fraction, full, self.decoder.device)
-
-    def _free_device_bytes(self, length_tokens: int) -> int | None:
-        """What pages may take of the device budget: of a share what slack leaves, of the memory what others leave too.
-
-        A share is this sequence's own, so that decisions are the same alone and in a batch.
-        """
-        config, fraction = self.config.cache, self.config.budget_fraction
-        full, device = self.full_bytes(length_tokens), self.decoder.device
-        share, memory = device_budget(config, fraction, full, device), device_budget(config, None, full, device)
-        left = [] if share is None else [share - device_slack_bytes(self.cache)]
-        if memory is not None:
-            left.append(memory - reserved_device_bytes(self.cache))
-        return min(left, default=None)
-
-    def _planned_device_bytes(self) -> int:
-        """What L0 and L1 hold by the plan in force, however far moves are."""
-        held = self.cache.facts()["held_bytes"]
-        return held["L0"] + held["L1"]
+        return device_budget_bytes(self, length_tokens)
 
     def _plan(self, phase: Phase, next_tokens: int) -> list[Move]:
         started = time.perf_counter()
