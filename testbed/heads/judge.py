@@ -97,7 +97,7 @@ def judge(trials: Sequence[Trial], name: str, controls: Sequence[str], classes: 
     p = _sign_test(kl[name] - chance, contexts)
     each = sorted(float(kl[control].mean()) for control in controls)
     p_map, as_good = further_map(float(kl[name].mean()), each)
-    beats = high < 0 and p < LEVEL and p_map < LEVEL
+    beats = high < 0 and p <= LEVEL and p_map <= LEVEL
     ours, dealt = _means(trials, [name]), _means(trials, controls)
     heads = {head.name.lower(): int((classes == head).sum()) for head in Head}
     facts = {
@@ -179,9 +179,9 @@ def _words(facts: Mapping[str, Any], beats: bool, reason: str) -> str:
     failed = []
     if facts["high"] >= 0:
         failed.append(f"the difference may be 0 or worse (95 % up to {facts['high']:+.2g})")
-    if facts["p"] >= LEVEL:
+    if facts["p"] > LEVEL:
         failed.append(f"it is not better in enough contexts (p {facts['p']:.2g})")
-    if facts["p_map"] >= LEVEL:
+    if facts["p_map"] > LEVEL:
         failed.append(f"a further random map is as good with a probability of {facts['p_map']:.2g}")
     as_good = facts["random_as_good"]
     judged = f"better than {f'all but {as_good}' if as_good else 'all'} of them" if beats else "; ".join(failed)
