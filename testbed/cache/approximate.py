@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.prototypes import encode_prototypes, make_prototypes
 from policies.base import Mode
+from testbed.cache.offsets import BackgroundOffsets
 from testbed.cache.pool import PoolFull, SlabPool
 
 
@@ -14,14 +15,22 @@ class Approximations:
     """Prototypes of CLUSTER pages and the background of BACKGROUND pages, both in L1.
 
     A background state is the mean key, the mean value and the log of the number of tokens of a stream's pages in that
-    mode, kept as sums, so that pages may enter and leave.
+    mode, kept as sums, so that pages may enter and leave; where the model's offsets are known it is moved by them.
 
     Attributes:
         slot: [S, N] int32, slot of each page's prototypes in `prototypes`; -1 = none.
         background_slot: [S] int32, slot of each stream's state in `background`; -1 = none.
     """
 
-    def __init__(self, streams: int, head_dim: int, prototypes: SlabPool, background: SlabPool) -> None:
+    def __init__(
+        self,
+        streams: int,
+        head_dim: int,
+        prototypes: SlabPool,
+        background: SlabPool,
+        offsets: BackgroundOffsets | None = None,
+    ) -> None:
+        self.offsets = None if offsets is None else offsets.to(prototypes.device)
         self.head_dim, self.device = head_dim, prototypes.device
         self.prototypes, self.background = prototypes, background
         self.slot = torch.zeros(streams, 0, dtype=torch.int32)
@@ -138,12 +147,15 @@ class Approximations:
         sums = sums[used].to(self.device)
         tokens = sums[:, 2 * d :]
         k, v = (sums[:, i * d : (i + 1) * d] / tokens for i in range(2))
-        blobs = encode_prototypes(self.background.fmt, k.unsqueeze(1), v.unsqueeze(1), tokens.log2())
+        log2_count = tokens[:, 0].log2()
+        if self.offsets is not None:
+            v, log2_count = self.offsets.of(used.to(self.device)).moved(v, log2_count)
+        blobs = encode_prototypes(self.background.fmt, k.unsqueeze(1), v.unsqueeze(1), log2_count.unsqueeze(1))
         self.background.write(self.background_slot[used].long(), blobs)
 
     def fork(self, prototypes: SlabPool, background: SlabPool) -> Approximations:
         """The same in other pools, or in the same ones, where prototypes, which never change, are shared."""
-        other = Approximations(len(self.slot), self.head_dim, prototypes, background)
+        other = Approximations(len(self.slot), self.head_dim, prototypes, background, self.offsets)
         other.slot, other.background_slot = self.slot.clone(), self.background_slot.clone()
         held = self.background_slot >= 0  # first, since a pool that is full refuses before anything is taken
         other.background_slot[held] = _copied(self.background, background, self.background_slot[held])

@@ -15,6 +15,7 @@ from testbed.cache.sizes import Capacities, Size, device_memory_bytes, host_memo
 
 COMPUTE_FORMATS = {"bfloat16": "bf16", "float32": "fp32", "float16": "fp16"}
 CHOICES: dict[str, tuple[bool | str, ...]] = {
+    "background": ("learned", "mean"),
     "overlap": (True, False),
     "l3_io": ("auto", "uring", "threads", "mmap"),
     "l3_direct": ("auto", True, False),
@@ -33,6 +34,8 @@ class CacheConfig:
         hot_tokens: newest positions that stay hot, in compute dtype.
         slab_pages: pages a slab, the grain in which pools grow and shrink.
         prototypes: K/V prototypes kept for a page that is attended by CLUSTER.
+        background: what a background state is: "mean" of its pages, or that moved by offsets that were learned for the
+            model (`testbed.cache.offsets`); for a model without any both are the same.
         l1_bytes: most bytes on the device, L0 and L1 together: bytes, "2GiB", or a share of its memory (0.25, "25%");
             None = what budget.fraction says.
         l2_bytes: most bytes of the host, spelled alike; 0 = no L2, None = no limit.
@@ -53,6 +56,7 @@ class CacheConfig:
     hot_tokens: int = 48
     slab_pages: int = 16
     prototypes: int = 1
+    background: str = "learned"
     l1_bytes: Size | None = None
     l2_bytes: Size | None = None
     l3_bytes: Size | None = None

@@ -28,6 +28,7 @@ from testbed.cache.ledger import Ledger, facts
 from testbed.cache.loading import load
 from testbed.cache.metadata import HOST_BYTES_PER_PAGE, Metadata
 from testbed.cache.moves import count, groups
+from testbed.cache.offsets import packaged
 from testbed.cache.plans import NAMES, check, flatten, keep_dropped
 from testbed.cache.pool import CacheError
 from testbed.cache.pools import Pools, Shape
@@ -93,7 +94,10 @@ class PagedCache:
         self.write_pages: Tensor | None = None  # [T] int32
         self.first_position = torch.zeros(kv_heads, dtype=torch.int32, device=self.device)
         self._join(pools or Pools(self.shape, config, self.device))
-        self.approximations = Approximations(self.streams, head_dim, self.pools.prototypes, self.pools.background)
+        offsets = packaged(model, self.streams, head_dim) if config.background == "learned" else None
+        self.approximations = Approximations(
+            self.streams, head_dim, self.pools.prototypes, self.pools.background, offsets
+        )
         self.flights = Flights(self)
 
     def _join(self, pools: Pools) -> None:
