@@ -108,7 +108,8 @@ class ImportedMap:
 
         Args:
             global_share: share of the heads, highest score first (of equals the first), that become GLOBAL; None takes
-                the file's own rule: its classes, or a gate of at least .5 for DuoAttention.
+                the file's own rule: its classes, or a gate of at least .5 for DuoAttention (244 of Mistral-7B-v0.2's
+                256 heads; its authors run half of the heads with the whole context, which is 0.5 here).
 
         Raises:
             FormatError: the file has classes and a share is given, or neither.

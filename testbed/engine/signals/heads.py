@@ -31,7 +31,7 @@ class ImportedHeads(Source):
     """What somebody else's head map says of every head: its class or its window.
 
     Args:
-        context: of all sources; not needed.
+        context: of all sources; its decoder, where there is one, tells which map fits.
         path: a RedKnot, DuoAttention or HeadKV file, or `file:measure` of a head map of ours.
         what: "classes", as codes of `Head`, or "window_tokens": of every local head, 0 = the whole context.
         global_share: for files of scores, how many of the heads are GLOBAL, the rest LOCAL; None = the file's own rule.
@@ -45,24 +45,28 @@ class ImportedHeads(Source):
             )
         self._path, self._what, self._share = path, what, global_share
         self._values: Tensor | None = None
-        self._imported()  # a file that can't be read is told before anything runs
+        # Told before anything runs: a file that can't be read and, where the model is known, one that isn't for it.
+        if context.decoder is None:
+            self._imported()
+        else:
+            geometry = context.decoder.geometry
+            self._values = self._read(geometry.layers, geometry.kv_heads, context.decoder.name)
 
     def value(self, observed: Observed) -> Tensor:
         """[L, Hk] float32."""
         if self._values is None:
-            layers, kv_heads, _ = observed.shape
-            try:
-                imported = self._imported()
-                if imported.per_query:
-                    imported = imported.per_kv_head(kv_heads)
-                imported.check_shape(layers, kv_heads, "the model")
-                if self._what == "classes":
-                    self._values = imported.head_classes(self._share).float()
-                else:
-                    self._values = imported.windows().float()
-            except FormatError as error:
-                raise SignalError(str(error)) from error
+            self._values = self._read(*observed.shape[:2], "the model")
         return self._values
+
+    def _read(self, layers: int, kv_heads: int, model: str) -> Tensor:
+        imported = self._imported()
+        try:
+            if imported.per_query:
+                imported = imported.per_kv_head(kv_heads)
+            imported.check_shape(layers, kv_heads, model)
+            return (imported.head_classes(self._share) if self._what == "classes" else imported.windows()).float()
+        except FormatError as error:
+            raise SignalError(str(error)) from error
 
     def _imported(self) -> ImportedMap:
         try:

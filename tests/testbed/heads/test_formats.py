@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from tiny_heads import tiny
 
 from policies.base import Head
 from testbed.engine.signals import Observed, SignalContext, SignalError, build_sources
@@ -303,3 +305,9 @@ def test_a_map_of_another_model_is_refused(tmp_path: Path) -> None:
     observed = Observed((30, 3, 5), 16, lambda: (torch.zeros(0), torch.zeros(0)))
     with pytest.raises(SignalError, match=r"gates is a map of 2 layers x 2 KV heads, but the model has 30 x 3"):
         source["head_imported"].value(observed)
+    known = SignalContext(16, dict, tiny())  # where the model is known, nothing has to run first
+    with pytest.raises(SignalError, match="gates is a map of 2 layers x 2 KV heads, but tiny has 3 x 2"):
+        build_sources(frozenset({"head_imported"}), known, {"head_imported": {"path": path}})
+    fits = written(tmp_path, REDKNOT)
+    source = build_sources(frozenset({"head_imported"}), known, {"head_imported": {"path": fits}})
+    assert source["head_imported"].value(replace(observed, shape=(3, 2, 5))).tolist() == [[0, 1], [2, 0], [3, 0]]
