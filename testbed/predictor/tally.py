@@ -18,7 +18,7 @@ from testbed.predictor.recall import SHARES, Caught
 from testbed.results import stats
 from testbed.results.stats import Estimate
 
-CASES = ("full", "sparse", "held", "contribution")
+CASES: tuple[str, ...] = ("full", "sparse", "held", "contribution")
 """full: the session is the full cache's. sparse: it attends to few pages. held: sparse, and scores are those of the
 window's first step. contribution: full, and what counts is the absolute contribution to the next logit."""
 

@@ -14,19 +14,20 @@ from torch import Tensor
 
 from policies.predictors.from_signal import FromSignal
 from testbed.predictor.drive import Learn, Moment, drive
-from testbed.predictor.evaluate import Evaluation, EvaluationError, best_single, evaluate, parts
+from testbed.predictor.evaluate import Evaluation, EvaluationError, best_singles, evaluate, parts
 from testbed.predictor.recall import SHARES
 from testbed.predictor.recording import RecordingSettings, record
 from testbed.predictor.tally import Slice
 from testbed.results.record import RecordError
 
 NAMES = ("oracle", "attention_ema", "quest", "random")
+BEST = {"full": "attention_ema", "sparse": "quest", "held": "quest", "contribution": "attention_ema"}
 
 
 @pytest.fixture(scope="module")
 def judged() -> Evaluation:
     corpus = [document(), document("test", 4), document("test", 5)]
-    return evaluate(decoder(), corpus, parts(NAMES), "attention_ema", course(), points=2)
+    return evaluate(decoder(), corpus, parts(NAMES), BEST, course(), points=2)
 
 
 def by_hand(name: str, share: float) -> dict[str, float]:
@@ -83,7 +84,7 @@ def test_only_test_documents_are_judged(judged: Evaluation) -> None:
 def test_record_tells_everything(judged: Evaluation, tmp_path: Path) -> None:
     judged.write(tmp_path / "evaluation.json")
     said = json.loads((tmp_path / "evaluation.json").read_text())
-    assert said["best_single_on_train"] == "attention_ema"
+    assert said["best_single_on_train"] == BEST
     assert said["test_documents"] == ["d4", "d5"]
     recall = said["recall"]["full"]["quest"]["0.25"]
     expected = judged.tallies.mean("quest", 0.25, Slice("full"))
@@ -102,20 +103,28 @@ def test_record_tells_everything(judged: Evaluation, tmp_path: Path) -> None:
 
 
 def test_best_single_is_chosen_on_training_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TESTBED_CACHE", str(tmp_path))
+    monkeypatch.setattr("testbed.predictor.recording.cache_dir", lambda: tmp_path)
     corpus = [document(), document("test", 4)]
     recordings = record(decoder(), corpus, RecordingSettings(heads_one_in=1, points=0), course())
-    means = {name: float(found[:, :2].nanmean()) for name, found in recordings[0].recall.items()}
-    assert best_single(recordings) == max(means, key=lambda name: means[name])
-    for name, found in recordings[1].recall.items():  # what test documents say does not count
-        recordings[1].recall[name] = torch.ones_like(found) if name == "bm25" else found * 0
-    assert best_single(recordings) == max(means, key=lambda name: means[name])
+    train, other = recordings
+
+    def best(full: bool) -> str:
+        means = {name: float(x[(train.share == 1) == full, :2].nanmean()) for name, x in train.recall.items()}
+        return max(means, key=lambda name: means[name])
+
+    expected = {"full": best(True), "sparse": best(False), "held": best(False), "contribution": best(True)}
+    assert best_singles(recordings) == expected
+    for name, found in other.recall.items():  # what test documents say does not count
+        other.recall[name] = torch.ones_like(found) if name == "bm25" else found * 0
+    assert best_singles(recordings) == expected
+    train.recall["bm25"][train.share < 1] = 1.0
+    assert best_singles(recordings) == expected | {"sparse": "bm25", "held": "bm25"}
     with pytest.raises(EvaluationError, match="no recording of a training document"):
-        best_single(recordings[1:])
+        best_singles(recordings[1:])
 
 
 def test_bad_input() -> None:
     with pytest.raises(EvaluationError, match="unknown predictor 'nobody'; there are: age"):
         parts(("nobody",))
     with pytest.raises(EvaluationError, match="0 test documents"):
-        evaluate(decoder(), [document()], {"quest": FromSignal("query_bound")}, "quest", course(), points=0)
+        evaluate(decoder(), [document()], {"quest": FromSignal("query_bound")}, {"full": "quest"}, course(), points=0)

@@ -34,8 +34,9 @@ STEPS = [at for begin, end in WINDOWS for at in range(begin, end)]
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> Recording:
+    folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TESTBED_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr("testbed.predictor.recording.cache_dir", lambda: folder)
         return record(decoder(), [document()], ALL_HEADS, course())[0]
 
 
@@ -149,7 +150,7 @@ def test_top_share_takes_the_best_pages() -> None:
 def test_kept_recordings_are_read_and_missing_ones_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recorded: Recording
 ) -> None:
-    monkeypatch.setenv("TESTBED_CACHE", str(tmp_path))
+    monkeypatch.setattr("testbed.predictor.recording.cache_dir", lambda: tmp_path)
     corpus = [document(), document("test", 4)]
     settings = RecordingSettings(heads_one_in=1, points=0)
     steps: list[str] = []
@@ -177,7 +178,7 @@ def test_kept_recordings_are_read_and_missing_ones_made(
 
 
 def test_interrupted_recording_keeps_what_was_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TESTBED_CACHE", str(tmp_path))
+    monkeypatch.setattr("testbed.predictor.recording.cache_dir", lambda: tmp_path)
 
     def stop(what: str, done: float) -> None:
         if done > 0:
