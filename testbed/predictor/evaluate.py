@@ -387,7 +387,7 @@ def main(args: Sequence[str]) -> None:
     predictors = parts(list(cfg.predictors))
     decoder: Decoder = instantiate(cfg.model)
     corpus = documents(decoder, **cfg.corpus)
-    settings = RecordingSettings(points=cfg.points)
+    settings = RecordingSettings(heads_one_in=cfg.heads_one_in, points=cfg.points)
     course = Course(settings.chooser, shares=tuple(cfg.shares), cache=instantiate(cfg.cache))
     with Progress() as bar:
         best = dict.fromkeys(CASES, str(cfg.best))
