@@ -94,7 +94,9 @@ class Run:
         """A session that has compressed the context."""
         config = CacheConfig(**CACHE | dict(self.cache or {}))
         settings = SessionConfig(config, self.fraction, self.kernel, self.seed)
-        session = Session(decoder(self.kind), policy, settings, SignalContext(config.page_tokens, measures))
+        session = Session(
+            decoder(self.kind), policy, settings, SignalContext(config.page_tokens, measures, decoder(self.kind))
+        )
         sources = list(session.sources.values())
         dense = prefill(decoder(self.kind), context, config.torch_dtype, sources, self.chunk_tokens)
         session.start(dense)
