@@ -40,15 +40,20 @@ def test_scores_are_those_of_transformers_attention() -> None:
     assert float(scores.max()) > 0.01
     assert (scores == 0).any()  # heads whose most attended tokens lie elsewhere
     right = [int(out.logits[0, row].argmax()) == TOKENS[row + 1] for row in ROWS]
-    assert share == pytest.approx(sum(right) / 3)
+    assert share == pytest.approx(((right[0] and right[1]) + right[2]) / 2)
 
 
-def test_share_right_counts_what_the_model_would_write() -> None:
+def test_an_answer_is_right_when_every_token_of_it_is() -> None:
     ids = list(TOKENS)
-    for row in (22, 23):  # written into the text: what the model says there
+    for row in (22, 23):  # what the model itself says there
         ids[row + 1] = int(tiny.oracle(ids, {}).logits[0, row].argmax())
-    text = CalibrationText(TASK, ids, None, {"retrieval_score": Asking((22, 23), SPANS[:2])}, CONTEXT)
-    assert answer_scores(tiny.tiny(), text)[1] == 1.0
+    for rows, spans, share in (
+        ((22, 23), SPANS[:2], 1.0),
+        ((22, 23, 27), SPANS, 0.5),
+        ((22, 23, 27), (*SPANS[:2], SPANS[0]), 0.0),
+    ):
+        text = CalibrationText(TASK, ids, None, {"retrieval_score": Asking(rows, spans)}, CONTEXT)
+        assert answer_scores(tiny.tiny(), text)[1] == share
 
 
 CONFIG = CalibrationConfig(needle_lengths=(600, 700), needle_samples_per_cell=2)
