@@ -5,6 +5,7 @@ What is finished is kept ($TESTBED_CACHE/headmaps), so a run that was interrupte
 
 from __future__ import annotations
 
+import resource
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -158,6 +159,7 @@ def main(args: list[str]) -> None:
     head_map = keep_verdicts(head_map, path)
     head_map.write(path)
     show.show(head_map, sys.stdout)
+    print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30:.2f} GiB")
     print(f"head map: {path}")
 
 

@@ -29,14 +29,14 @@ class CalibrationConfig:
         sink_tokens: first tokens that every head keeps.
         edge_window_tokens: the window of the edge mass.
         shift_tokens, prefix_tokens, prefixes: text and prefixes of the prefix shift; one sample is one text.
-        gate_tokens, gate_steps: length and number of the texts that gates are trained on (`testbed.heads.gates`).
+        gate_tokens, gate_steps: contexts that gates are trained on, and steps of it (`testbed.heads.gates`).
         seed: of texts and needles.
     """
 
     needle_lengths: tuple[int, ...] = (1024, 2048)
     needle_samples_per_cell: int = 2
     text_tokens: int = 2048
-    text_samples: int = 2
+    text_samples: int = 3
     rows: int = 1024
     local_window_tokens: int = 128
     long_range_tokens: int = 512
@@ -46,7 +46,7 @@ class CalibrationConfig:
     prefix_tokens: int = 256
     prefixes: int = 2
     gate_tokens: int = 512
-    gate_steps: int = 40
+    gate_steps: int = 80
     seed: int = 0
 
     def __post_init__(self) -> None:

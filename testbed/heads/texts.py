@@ -203,23 +203,26 @@ def standard_modules() -> list[Path]:
 
 
 def dialogue(decoder: Decoder, length_tokens: int, samples: int, seed: int) -> list[CalibrationText]:
-    """Sessions with an agent: what was said by whom; where none are at hand, the made-up conversations.
+    """Sessions with an agent: what was said by whom; where there are too few, made-up conversations fill up.
 
     What was generated asks for the last result of a tool, and for what system and user said. Sessions come from
-    $TESTBED_DATA/traces/lmcache_agent, those of which the core-token predictor is not judged.
+    $TESTBED_DATA/traces/lmcache_agent, those of which the core-token predictor is not judged; those with results first.
     """
     found = []
     for session in sessions(None, decoder.encode):
         tokens = [token for piece in session.pieces for token in piece.tokens][:length_tokens]
         roles = [int(piece.role) for piece in session.pieces for _ in piece.tokens][:length_tokens]
         text = spoken(tokens, roles)
-        if not session.judges and len(tokens) == length_tokens and len(text.asks) == 2:
+        if not session.judges and len(tokens) == length_tokens and text.asks:
             found.append(text)
-    if len(found) >= samples:
-        return [found[at] for at in np.random.default_rng([seed, DIALOGUE_SEED]).permutation(len(found))[:samples]]
-    work = Conversation((length_tokens,), samples_per_length=samples, split="calibration")
-    drawn = list(work.samples(decoder.encode, decoder.decode, seed))
-    return [told(list(group)[-1]) for _, group in groupby(drawn, key=lambda sample: sample.context_id)]
+    order = np.random.default_rng([seed, DIALOGUE_SEED]).permutation(len(found))
+    found = sorted((found[at] for at in order), key=lambda text: -len(text.asks))[:samples]
+    missing = samples - len(found)
+    if missing:
+        work = Conversation((length_tokens,), samples_per_length=missing, split="calibration")
+        drawn = work.samples(decoder.encode, decoder.decode, seed)
+        found += [told(list(group)[-1]) for _, group in groupby(drawn, key=lambda sample: sample.context_id)]
+    return found
 
 
 def told(sample: Sample) -> CalibrationText:

@@ -155,6 +155,8 @@ def test_dialogue_from_traces(decoder: HfDecoder, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("TESTBED_DATA", str(tmp_path))
     made = texts("dialogue", decoder, 200, 2, 0)  # b is one that judges the predictor
     said = [decoder.decode(text.tokens) for text in made]
+    (more,) = [text for text in texts("dialogue", decoder, 600, 1, 0) if "say 0" not in decoder.decode(text.tokens)]
+    assert "Result of the search" in decoder.decode(more.tokens)  # the sessions are not that long
     assert sorted(("say 0 a" in each, "say 0 c" in each) for each in said) == [(False, True), (True, False)]
     assert all(set(text.asks) == {"head_tool_result", "head_role_following"} for text in made)
 
