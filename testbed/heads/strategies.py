@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 
 import torch
@@ -107,6 +108,16 @@ class Strategy:
         return local, below - local, total - below
 
 
+@cache
+def kept_pages(hot: Hot, length_tokens: int, window_tokens: float, quota: bool) -> int:
+    """Pages of one head in L1: those that touch its window, hot ones excluded; or a quota beside the hot ones."""
+    mask = hot.mask(length_tokens)
+    if quota:
+        return min(math.ceil(window_tokens / hot.page_tokens), int((~mask).sum()))
+    end = ((torch.arange(len(mask)) + 1) * hot.page_tokens).clamp(max=length_tokens)
+    return int(((end > length_tokens - window_tokens) & ~mask).sum())
+
+
 @dataclass(frozen=True)
 class Place:
     """Where strategies are predicted: a model's heads in a context of a length, in a cache."""
@@ -129,15 +140,6 @@ class Place:
             full_bytes=layers * kv_heads * length_tokens * 2 * head_dim * torch.bfloat16.itemsize,
         )
 
-    def kept_pages(self, window_tokens: float, quota: bool) -> int:
-        """Pages of one head in L1: those that touch its window, hot ones excluded; or a quota beside the hot ones."""
-        hot = self.hot.mask(self.length_tokens)
-        if quota:
-            return min(math.ceil(window_tokens / self.hot.page_tokens), int((~hot).sum()))
-        page = torch.arange(len(hot))
-        end = ((page + 1) * self.hot.page_tokens).clamp(max=self.length_tokens)
-        return int(((end > self.length_tokens - window_tokens) & ~hot).sum())
-
     @property
     def fixed_bytes(self) -> int:
         """Sinks, ring and page tables of all heads."""
@@ -154,7 +156,7 @@ class Place:
             (Head.SPECIAL, special, strategy.special_tokens, strategy.special_format),
             (Head.GLOBAL, everything, math.inf, strategy.global_format),
         ):
-            pages = heads * self.kept_pages(window, quota=head == Head.SPECIAL)
+            pages = heads * kept_pages(self.hot, self.length_tokens, window, head == Head.SPECIAL)
             blocks = -(-pages // BLOCK_PAGES[head])
             total += blocks * BLOCK_PAGES[head] * self.page_bytes.by_code(FORMATS[name])
         return total

@@ -9,7 +9,7 @@ from tiny_run import Place, errors, finish, save_model, save_text, start
 
 
 def test_the_preset_archives_what_special_heads_have_no_room_for(tmp_path: Path) -> None:
-    save_model(tmp_path / "model", positions=2048)
+    save_model(tmp_path / "model", positions=1024)
     save_text(tmp_path / "text")
     folder = tmp_path / "run"
     place = Place(tmp_path)
@@ -18,11 +18,11 @@ def test_the_preset_archives_what_special_heads_have_no_room_for(tmp_path: Path)
     overrides += ["workload.needles_per_context=1", "workload.samples_per_cell=1", "workload.max_new_tokens=2"]
     overrides += [
         "experiment=redknot-small",
-        "workload.lengths=[1200]",
+        "workload.lengths=[800]",
         "policy/classifier=stride",  # nothing to measure
         "policy.classifier.local_quantile=0.5",
         "policy.classifier.global_quantile=0.75",
-        "policy.budget.special_tokens=256",
+        "policy.budget.special_tokens=128",
         "cache.l2_bytes=24KiB",
     ]
     done = finish(start(folder, *overrides))

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_run import Place as RunPlace
-from tiny_run import errors, save_model, save_text
+from tiny_run import errors, finish, save_model, save_text, start
 from torch import Tensor
 
 from policies.base import Head
@@ -199,24 +199,22 @@ def test_what_is_recommended_runs_and_holds_the_predicted_bytes(
     model = ["model=hf", f"model.path={tmp_path / 'model'}", "model.device=cpu"]
     search = ["search.local_tokens=[128]", "search.local_shares=[0.5]", "search.global_shares=[0.5]"]
     out = tmp_path / "made"
-    command.main([str(path), *model, *search, "budget.fraction=0.6", "length=1500", f"out={out}"])
+    command.main([str(path), *model, *search, "budget.fraction=0.6", "length=1000", f"out={out}"])
     said = capsys.readouterr().out
-    assert "heads by retrieval_score, 1,500 tokens" in said
+    assert "heads by retrieval_score, 1,000 tokens" in said
     folder = tmp_path / "run"
     place = RunPlace(tmp_path)
     overrides = [each for each in place.overrides if each.partition("=")[0] in ("model", "model.path", "model.device")]
     overrides += [f"workload.text={tmp_path / 'text'}", "workload.depths=[0.5]", "workload.samples_per_cell=1"]
     overrides += ["workload.needles_per_context=1", "workload.max_new_tokens=2", "wandb=disabled", "twin=[h200]"]
-    from tiny_run import finish, start
-
     done = finish(start(folder, *overrides, "experiment=recommended", flags=["--config-dir", str(out)]))
     assert done.returncode == 0, errors(done)
     record = json.loads((folder / "record.json").read_text())
     held = next(each["value"] for each in record["results"] if each["name"] == "kv.device_bytes")
     length = next(each["value"] for each in record["results"] if each["name"] == "context.tokens")
     strategy = Strategy(0.5, 0.5, 128, 1024, "int4", "int4", "int8")
-    predicted = Place.of(2, 2, 16, CacheConfig(), 1500).device_bytes(strategy)
-    assert length == 1500
+    predicted = Place.of(2, 2, 16, CacheConfig(), 1000).device_bytes(strategy)
+    assert length == 1000
     assert held == pytest.approx(predicted, rel=0.05)
     assert record["activity"]["heads_by_class"] == {"local": 2, "global": 2, "special": 0, "dense": 0}
     with pytest.raises(HeadMapError, match="budget.fraction"):
