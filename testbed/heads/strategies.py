@@ -102,6 +102,11 @@ class Strategy:
     special_format: str
     global_format: str
 
+    def is_plain(self, place: Place) -> bool:
+        """False where SPECIAL heads would keep everything, as GLOBAL ones do, or no more than LOCAL ones."""
+        _, special, _ = self.heads(place.heads)
+        return not special or self.local_tokens < self.special_tokens < place.length_tokens
+
     def heads(self, total: int) -> tuple[int, int, int]:
         """(LOCAL, SPECIAL, GLOBAL) heads of so many."""
         local, below = round(self.local_share * total), round((1 - self.global_share) * total)
@@ -274,6 +279,8 @@ def recommend(worth: Worth, place: Place, search: Search, budget_bytes: int) -> 
     best: Recommended | None = None
     least = math.inf
     for strategy in search.strategies():
+        if not strategy.is_plain(place):
+            continue
         size = place.device_bytes(strategy)
         least = min(least, size)
         if size > budget_bytes:

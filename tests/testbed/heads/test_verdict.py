@@ -216,7 +216,7 @@ def test_the_command_judges_keeps_and_labels(
             "model.name=tiny",
             "model.device=cpu",
             "threads=1",
-            "trial.lengths=[200]",
+            "trial.lengths=[150]",
             "trial.depths=[0.1]",
             "trial.contexts=1",
             "trial.texts=1",
