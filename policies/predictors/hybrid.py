@@ -1,7 +1,9 @@
 """The core-token predictor of elastic attention: rules give candidates, the learned network ranks them.
 
-Pages that matter by rule come first, the others after them; within both the trained estimate of the mass that each
-page will draw at the coming step decides. `judges` is the predictor for models without trained weights.
+The score is the trained estimate of each page's log mass at the coming step. Sinks, the last tokens and what the user
+locked come before everything. Other pages that matter by rule, the current turn and what a tool call needs, are worth
+`rule_nats` more: a weight and no trump, since a turn may be long, and on held-out agents' sessions a rule that always
+wins costs more recall than all else together. `judges` is the predictor for models without trained weights.
 """
 
 from __future__ import annotations
@@ -11,26 +13,29 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from policies.base import Signals
-from policies.checks import page_signal, require_whole
-from policies.predictors.rules import RULE_SIGNALS, core_pages
+from policies.checks import page_signal, require_number, require_whole
+from policies.predictors.rules import RULE_SIGNALS, core_pages, fixed_pages
 
 
 @dataclass(frozen=True)
 class Hybrid:
-    """Score = `core_score`, raised above all others of its stream for the pages that are core by rule.
+    """Score = `core_score`, raised for the pages that matter by rule.
 
     Attributes:
-        sink_tokens: tokens at the start that are core.
-        last_tokens: tokens at the end that are core.
+        sink_tokens: tokens at the start that come first.
+        last_tokens: tokens at the end that come first.
+        rule_nats: what a page of the current turn, or that a tool call needs, is worth more, in the score's unit.
     """
 
     sink_tokens: int
     last_tokens: int
+    rule_nats: float
 
     def __post_init__(self) -> None:
         """Refuses negative numbers."""
         require_whole(self, "sink_tokens", 0)
         require_whole(self, "last_tokens", 0)
+        require_number(self, "rule_nats", 0)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -40,5 +45,6 @@ class Hybrid:
     def score(self, signals: Signals) -> Tensor:
         """[L, Hk, N] float32."""
         learned = page_signal(signals, "core_score")
-        spread = learned.amax(-1, keepdim=True) - learned.amin(-1, keepdim=True) + 1.0
-        return learned + spread * core_pages(signals, self.sink_tokens, self.last_tokens)
+        score = learned + self.rule_nats * core_pages(signals, self.sink_tokens, self.last_tokens)
+        above = score.amax(-1, keepdim=True) - score.amin(-1, keepdim=True) + 1.0
+        return score + above * fixed_pages(signals, self.sink_tokens, self.last_tokens)

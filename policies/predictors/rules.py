@@ -46,14 +46,19 @@ class Rules:
 def core_pages(signals: Signals, sink_tokens: int, last_tokens: int) -> Tensor:
     """[N] bool: pages that matter whatever they say.
 
-    Sinks; the last tokens; the user's last turn, which is being answered; what the user locked; and while a tool is
-    being called, the description of the tools and the last result.
+    Those of `fixed_pages`; the user's last turn, which is being answered; and while a tool is being called, the
+    description of the tools and the last result.
     """
-    role, locked, calling = (_one_for_all(signals, name) for name in ("role", "locked", "tool_call"))
-    first = torch.arange(signals.shape[2], device=signals.device) * signals.page_tokens
-    core = (first < sink_tokens) | (first + signals.page_tokens > signals.length_tokens - last_tokens)
-    core = core | (locked > 0) | last_run(role == Role.USER)
+    role, calling = (_one_for_all(signals, name) for name in ("role", "tool_call"))
+    core = fixed_pages(signals, sink_tokens, last_tokens) | last_run(role == Role.USER)
     return core | ((calling > 0) & ((role == Role.TOOL) | last_run(role == Role.RESULT)))
+
+
+def fixed_pages(signals: Signals, sink_tokens: int, last_tokens: int) -> Tensor:
+    """[N] bool: sinks, the last tokens, and what the user locked."""
+    first = torch.arange(signals.shape[2], device=signals.device) * signals.page_tokens
+    near = (first < sink_tokens) | (first + signals.page_tokens > signals.length_tokens - last_tokens)
+    return near | (_one_for_all(signals, "locked") > 0)
 
 
 def rule_score(signals: Signals, sink_tokens: int) -> Tensor:

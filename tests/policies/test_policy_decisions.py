@@ -114,17 +114,20 @@ def test_rules_and_hybrid_put_first_what_is_being_answered() -> None:
     role = torch.tensor(["STDUGR".find(letter) for letter in letters], dtype=torch.int8)
     locked = torch.zeros(PAGES)
     locked[4] = 1.0
-    always = {0, 4, 10, PAGES - 3, PAGES - 2, PAGES - 1}  # sinks, locked, the turn, the last 40 tokens
+    fixed = {0, 4, PAGES - 3, PAGES - 2, PAGES - 1}  # sinks, locked, the last 40 tokens
+    always = fixed | {10}  # the turn
     learned = scrambled(SHAPE, 6) * 9 - 20
     for calling, core in ((0.0, always), (1.0, always | {1, 2, 11, 12})):
         signals = signals_with(role=role, locked=locked, tool_call=torch.full((PAGES,), calling), core_score=learned)
         assert set(core_pages(signals, 16, 40).nonzero().flatten().tolist()) == core
         ones = Rules(16, 40).score(signals)[0, 0] == 1.0
         assert set(ones.nonzero().flatten().tolist()) == core
-        score = Hybrid(16, 40).score(signals)
-        for stream, plain in zip(score.flatten(0, 1).tolist(), learned.flatten(0, 1).tolist(), strict=True):
-            expected = sorted(range(PAGES), key=lambda page, plain=plain, core=core: (page in core, plain[page]))
-            assert sorted(range(PAGES), key=stream.__getitem__) == expected
+        for nats in (0.0, 1.5):
+            score = Hybrid(16, 40, nats).score(signals)
+            for stream, plain in zip(score.flatten(0, 1).tolist(), learned.flatten(0, 1).tolist(), strict=True):
+                raised = [value + nats * (page in core) for page, value in enumerate(plain)]
+                expected = sorted(range(PAGES), key=lambda page, raised=raised: (page in fixed, raised[page]))
+                assert sorted(range(PAGES), key=stream.__getitem__) == expected
 
 
 def test_a_role_that_differs_between_streams_is_refused() -> None:
