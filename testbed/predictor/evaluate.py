@@ -36,7 +36,7 @@ from testbed.predictor.contribution import contributions, step_of
 from testbed.predictor.corpus import Document, contents, corpus_hash, documents
 from testbed.predictor.drive import Course, Learn, Moment, drive
 from testbed.predictor.recall import SHARES, caught
-from testbed.predictor.recording import Recording, RecordingSettings, record
+from testbed.predictor.recording import SINGLES, Recording, RecordingSettings, record
 from testbed.predictor.tally import CASES, Slice, Tallies
 from testbed.results.display import ABSENT, Sheet
 from testbed.results.environment import environment
@@ -147,7 +147,8 @@ class Evaluation:
             return {name: {f"{share:g}": _plain(count(name, share, where)) for share in SHARES} for name in names}
 
         def compared(where: Slice) -> list[dict[str, Any]]:
-            pairs = [(name, self.best[where.case]) for name in LEARNED if name in names]
+            singles = [name for name in SINGLES if name in names]
+            pairs = [(name, single) for name in LEARNED if name in names for single in singles]
             found = [(share, tallies.compare(*pair, share, where)) for pair in pairs for share in SHARES]
             return [
                 {"better": c.better, "than": c.than, "share": s, "difference": _plain(c.difference), "p": c.p}
@@ -167,7 +168,7 @@ class Evaluation:
                 phase: {case: table(Slice(case, phase=at)) for case in CASES} for at, phase in enumerate(PHASES)
             },
             "recall_by_layer": {str(layer): table(Slice("sparse", layer)) for layer in range(tallies.layers)},
-            "against_best_single": {case: compared(Slice(case)) for case in CASES},
+            "against_single_signals": {case: compared(Slice(case)) for case in CASES},
             "gap_from_quest_to_oracle_closed": {
                 name: {f"{s:g}": _plain(tallies.closed(name, "quest", ORACLE, s, sparse)) for s in SHARES}
                 for name in closed
@@ -195,8 +196,8 @@ class Evaluation:
 def _plain(estimate: Estimate | None) -> dict[str, Any] | None:
     if estimate is None:
         return None
-    low, high = estimate.ci or (None, None)
-    return {"value": estimate.value, "low": low, "high": high, "documents": estimate.n}
+    low, high = (None, None) if estimate.ci is None else (round(end, 5) for end in estimate.ci)
+    return {"value": round(estimate.value, 5), "low": low, "high": high, "documents": estimate.n}
 
 
 TITLES = {
