@@ -6,6 +6,7 @@ from typing import Any
 
 from testbed.engine.reclassify import summary
 from testbed.experiment import Experiment, Outcome
+from testbed.heads.verdict import label
 from testbed.results import stats
 from testbed.results.names import UNITS
 from testbed.results.record import Number
@@ -48,6 +49,9 @@ def activity(run: Experiment) -> dict[str, Any]:
             "threshold": run.settings.guard.threshold,
             "reference": str(run.settings.guard.reference),
         }
+    said = label(run.settings.policy.classifier, run.decoder.fingerprint)
+    if said:
+        out["head_map"] = said
     changes = [change for each in run.outcomes for change in each.policy.changes]
     if changes:
         out["head_changes"] = summary(changes)

@@ -35,7 +35,11 @@ def run(args: Sequence[str]) -> None:
         near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise CommandError(f"unknown command {name!r}.{hint} There are: {', '.join(COMMANDS)}")
-    import_module(f"testbed.predictor.{name}").main(rest)
+    module = import_module(f"testbed.predictor.{name}")
+    if set(rest) & {"-h", "--help"}:
+        print(module.__doc__)
+        return
+    module.main(rest)
 
 
 def main() -> None:

@@ -44,7 +44,6 @@ class TrainingConfig:
     """How weights are learnt; built by Hydra from conf/training.
 
     Attributes:
-        groups: of layers that share a perceptron; at most one a layer.
         epochs: times every row is seen.
         batch_rows: rows of one document and one group in a step.
         learning_rate: at its highest; rises over the first tenth, then falls to 0 along a cosine.
@@ -52,8 +51,7 @@ class TrainingConfig:
         seed: of the first weights and the order of rows.
     """
 
-    groups: int = 6
-    epochs: int = 4
+    epochs: int = 8
     batch_rows: int = 60
     learning_rate: float = 4e-3
     contribution_weight: float = 0.0
@@ -61,7 +59,7 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         """Refuses what can't be trained with."""
-        for key in ("groups", "epochs", "batch_rows"):
+        for key in ("epochs", "batch_rows"):
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise TrainingError(f"training.{key}={value!r}: must be a whole number of at least 1")
@@ -113,7 +111,7 @@ def train(
     _check(recordings, layers * kv_heads)
     started = time.perf_counter()
     first = recordings[0]
-    groups = min(config.groups, layers)
+    groups = first.contexts.shape[1]  # as the features have them
     shape = NetworkShape(layers, kv_heads, groups, len(first.names), first.contexts.shape[2])
     network = Network(shape, config.seed)
     network.mean, network.spread = _scales(recordings)

@@ -9,6 +9,8 @@ from typing import Any
 def lines(activity: Mapping[str, Any]) -> list[str]:
     """For people."""
     out = []
+    if activity.get("head_map"):
+        out.append(str(activity["head_map"]))
     guard, heads = activity.get("guard"), activity.get("head_changes")
     if guard:
         better = "the full cache" if guard["reference"] == "full" else f"a budget of {guard['reference']}"

@@ -10,6 +10,7 @@ from torch import Tensor
 from policies.base import Role
 from testbed.engine.signals.base import Observed, SignalContext, SignalError, Source, State
 from testbed.engine.signals.role import UNKNOWN
+from testbed.models.base import ModelError
 
 GENERATED = (int(Role.GENERATED), UNKNOWN)
 
@@ -18,7 +19,7 @@ class ToolCall(Source):
     """1 everywhere from an opening marker in generated text to the closing marker that goes with it, else 0.
 
     Markers are looked for in the text of the newest tokens, and as token ids, since special tokens have no text. A
-    turn ends a call that nobody closed.
+    turn ends a call that nobody closed. A model without a tokenizer calls no tools.
     """
 
     def __init__(self, context: SignalContext, opening: Sequence[str] = (), closing: Sequence[str] = ()) -> None:
@@ -31,12 +32,19 @@ class ToolCall(Source):
             raise SignalError("signal tool_call: needs a session's decoder")
         self._decoder, self._markers = context.decoder, (tuple(opening), tuple(closing))
         self._longest = max((len(each.encode()) for each in (*opening, *closing)), default=0)
-        self._ids: dict[str, list[int]] = {}
+        self._ids = self._encoded((*opening, *closing))
         self._inside = 0  # 1 + index of the marker that opened the call
         self._turn_left = 0  # tokens of the turn that are still to come
         self._said_by = torch.zeros(0, dtype=torch.int8)
         self._tail = torch.zeros(0, dtype=torch.long)  # generated since the last marker, as much as a marker may take
         self._begun = 0  # whether the context has been seen
+
+    def _encoded(self, markers: Sequence[str]) -> dict[str, list[int]]:
+        """Token ids of each marker; none where the model came without a tokenizer and so without words."""
+        try:
+            return {marker: self._decoder.encode(marker) for marker in markers}
+        except ModelError:
+            return {}
 
     def watch_turn(self, tokens: Tensor) -> None:
         """Whoever speaks now, it is not the model."""
@@ -53,7 +61,7 @@ class ToolCall(Source):
         self._turn_left, self._begun = max(0, self._turn_left - len(tokens)), 1
         said_by = self._said_by.tolist() if len(self._said_by) == len(tokens) else [UNKNOWN] * len(tokens)
         for token, role in list(zip(tokens.tolist(), said_by, strict=True))[given:]:
-            if role in GENERATED:
+            if role in GENERATED and self._ids:
                 self._look(token)
 
     def _look(self, token: int) -> None:
@@ -67,8 +75,6 @@ class ToolCall(Source):
 
     def _ends_with(self, marker: str) -> bool:
         tail = self._tail.tolist()
-        if marker not in self._ids:
-            self._ids[marker] = self._decoder.encode(marker)
         ids = self._ids[marker]
         return tail[-len(ids) :] == ids or marker in self._decoder.decode(tail)
 
