@@ -9,6 +9,7 @@ best to beat is decided on training documents. Time and arithmetic of each predi
 
 from __future__ import annotations
 
+import hashlib
 import json
 import statistics
 import sys
@@ -38,6 +39,7 @@ from testbed.predictor.drive import Course, Learn, Moment, drive
 from testbed.predictor.recall import SHARES, caught
 from testbed.predictor.recording import SINGLES, Recording, RecordingSettings, record
 from testbed.predictor.tally import CASES, Slice, Tallies
+from testbed.predictor.weights import find_weights, read_weights
 from testbed.results.display import ABSENT, Sheet
 from testbed.results.environment import environment
 from testbed.results.progress import Progress
@@ -380,6 +382,18 @@ def _flops(part: Predictor, moment: Moment, signals: Signals) -> float | None:
     return float(sum(counted)) if counted else None
 
 
+def weights_said(decoder: Decoder) -> dict[str, Any]:
+    """Which trained weights were judged: hash of their file, what they were trained on and how.
+
+    Raises:
+        WeightsError: there are none.
+    """
+    path = find_weights(decoder)
+    about = read_weights(path)[1]
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {"weights": {"sha256": digest, "data": about.data, "seed": about.seed, "settings": about.settings}}
+
+
 def main(args: Sequence[str]) -> None:
     """The command; see conf/evaluation.yaml."""
     with initialize_config_module("conf", version_base="1.3"):
@@ -395,7 +409,8 @@ def main(args: Sequence[str]) -> None:
         if cfg.best is None:
             training = [document for document in corpus if document.part == "train"]
             best = best_singles(record(decoder, training, settings, course, bar.fraction))
-        done = evaluate(decoder, corpus, predictors, best, course, cfg.points, progress=bar.fraction)
+        said = weights_said(decoder) if any("core_score" in part.needs for part in predictors.values()) else {}
+        done = evaluate(decoder, corpus, predictors, best, course, cfg.points, said, bar.fraction)
     if cfg.record:
         done.write(Path(cfg.record))
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)

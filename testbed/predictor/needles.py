@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra import compose, initialize_config_module
@@ -32,7 +33,7 @@ from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext, SignalSource, build_sources
 from testbed.models.base import Decoder
 from testbed.predictor.drive import TopShare
-from testbed.predictor.evaluate import parts
+from testbed.predictor.evaluate import parts, weights_said
 from testbed.results.display import Sheet
 from testbed.results.environment import environment
 from testbed.results.record import write_atomically
@@ -202,10 +203,11 @@ def main(args: Sequence[str]) -> None:
     torch.set_num_threads(cfg.threads)
     decoder: Decoder = instantiate(cfg.model)
     grid = [(float(share), False) for share in cfg.shares] + [(float(share), True) for share in cfg.with_prototypes]
+    predictors = parts(list(cfg.predictors))
     found = ask(
         decoder,
         instantiate(cfg.workload, _convert_="all"),
-        parts(list(cfg.predictors)),
+        predictors,
         grid,
         instantiate(cfg.cache),
         cfg.seed,
@@ -216,7 +218,14 @@ def main(args: Sequence[str]) -> None:
     for row in (table.columns, *table.rows):
         print(" | ".join(row))
     if cfg.record:
-        about = {"schema": 1, "model": decoder.name, "fingerprint": decoder.fingerprint, "environment": environment()}
+        about: dict[str, Any] = {
+            "schema": 1,
+            "model": decoder.name,
+            "fingerprint": decoder.fingerprint,
+            "environment": environment(),
+        }
+        if any("core_score" in part.needs for part in predictors.values()):
+            about |= weights_said(decoder)
         said = {**about, "config": OmegaConf.to_container(cfg, resolve=True), "found": [asdict(each) for each in found]}
         write_atomically(Path(cfg.record), json.dumps(said, indent=1) + "\n")
 
