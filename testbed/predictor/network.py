@@ -63,7 +63,14 @@ def layer_groups(layers: int, groups: int) -> Tensor:
 
 
 class Network(nn.Module):
-    """The perceptrons of all groups; parameters in float32."""
+    """The perceptrons of all groups; parameters in float32.
+
+    Attributes:
+        mean, spread: [F] of the features, by which they are standardised.
+    """
+
+    mean: Tensor
+    spread: Tensor
 
     def __init__(self, shape: NetworkShape, seed: int = 0) -> None:
         super().__init__()

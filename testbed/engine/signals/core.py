@@ -71,7 +71,7 @@ class CoreFeatures(Source):
             source.watch_prefill(chunk)
         if chunk.hidden is not None and chunk.start + len(chunk.hidden) == chunk.total:
             row = torch.tensor([chunk.layer])
-            self._hidden = self._hidden.index_copy(0, row, chunk.hidden[-1:].float().cpu())
+            self._hidden = self._hidden.index_copy(0, row, chunk.hidden[-1:].float().cpu())  # type: ignore[union-attr]
 
     def watch_tokens(self, tokens: Tensor) -> None:
         """Shows it to those it is made of."""
@@ -257,7 +257,9 @@ class CoreFeatures(Source):
 
     def _roles(self, pages: int) -> Tensor:
         """[N] int8 of `Role`."""
-        return self.roles.value(Observed((1, 1, pages), self.history.page_tokens, lambda: (self._hidden, self._hidden)))
+        return self.roles.value(
+            Observed((1, 1, pages), self.history.page_tokens, lambda: (self._hidden, self._hidden))  # type: ignore[arg-type]
+        )
 
 
 def _log(mass: Tensor, pages: int) -> Tensor:
