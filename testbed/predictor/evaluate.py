@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +37,15 @@ from testbed.predictor.corpus import Document, contents, corpus_hash, documents
 from testbed.predictor.drive import Course, Learn, Moment, drive
 from testbed.predictor.recall import SHARES, caught
 from testbed.predictor.recording import SINGLES, Recording, RecordingSettings, record
+from testbed.predictor.report import LEARNED, ORACLE, tables
 from testbed.predictor.tally import CASES, Slice, Tallies
 from testbed.predictor.weights import find_weights, read_weights
-from testbed.results.display import ABSENT, Sheet
 from testbed.results.environment import environment
 from testbed.results.progress import Progress
 from testbed.results.record import write_atomically
 from testbed.results.stats import Estimate
 from testbed.results.table import PLAIN_WIDTH, sheet_table
 
-ORACLE = "oracle"  # the truth itself: what the full cache is about to attend to
-LEARNED = ("hybrid", "mlp")
-JUDGED = ("oracle", "hybrid", "mlp", "attention_ema", "tova", "quest", "snapkv", "h2o", "bm25", "judges", "random")
 Tell = Callable[[str, float], None]
 
 
@@ -181,10 +177,6 @@ class Evaluation:
             "step": {"seconds": statistics.median(self.step_s), "flops": self.step_flops, "steps": len(self.step_s)},
         }
 
-    def sheets(self) -> list[Sheet]:
-        """Tables for reading."""
-        return tables(self)
-
     def _cost(self, name: str) -> dict[str, float | None]:
         cost = self.costs[name]
         return {
@@ -200,68 +192,6 @@ def _plain(estimate: Estimate | None) -> dict[str, Any] | None:
         return None
     low, high = (None, None) if estimate.ci is None else (round(end, 5) for end in estimate.ci)
     return {"value": round(estimate.value, 5), "low": low, "high": high, "documents": estimate.n}
-
-
-TITLES = {
-    "sparse": "recall of the next step's mass, sessions that attend to few pages",
-    "full": "recall of the next step's mass, session of the full cache",
-    "held": "recall over a window's steps by its first step's scores, sessions that attend to few pages",
-    "contribution": "recall of absolute contributions to the next logit",
-}
-
-
-def tables(done: Evaluation) -> list[Sheet]:
-    """Recall by case, by phase and by layer; tests; costs."""
-    tallies, names = done.tallies, done.tallies.predictors
-    columns = ["predictor", *(f"{share:.0%} of pages" for share in SHARES)]
-    out = []
-    for case, title in TITLES.items():
-        rows = [[name, *(_said(tallies.mean(name, share, Slice(case))) for share in SHARES)] for name in names]
-        out.append(Sheet(title, columns, rows))
-    phases = [
-        [n, *(_said(tallies.mean(n, 0.10, Slice("sparse", phase=at))) for at in range(len(PHASES)))] for n in names
-    ]
-    out.append(Sheet("recall at 10 % by phase of the token that is predicted", ["predictor", *PHASES], phases))
-    shown = [name for name in (ORACLE, "hybrid", done.best["sparse"], "quest", "random") if name in names]
-    shown = list(dict.fromkeys(shown))
-    layers = [
-        [str(layer), *(_said(tallies.mean(name, 0.10, Slice("sparse", layer)), ci=False) for name in shown)]
-        for layer in range(tallies.layers)
-    ]
-    out.append(Sheet("recall at 10 % by layer", ["layer", *shown], layers))
-    out.append(Sheet("against the best single signal, paired over documents", *_tests(done)))
-    costs = [
-        [
-            name,
-            f"{1e3 * statistics.median(cost.seconds):.2f} ms",
-            f"{done.time_share(name):.1%}",
-            f"{done.time_share(name, 16):.2%}",
-            "" if cost.flops is None else f"{cost.flops / 1e6:.1f} M ({cost.flops / done.step_flops:.1%} of a step)",
-        ]
-        for name, cost in done.costs.items()
-    ]
-    header = ["predictor", "time a score", "of a step, every step", "every 16 steps", "FLOPs"]
-    out.append(Sheet(f"cost of a score beside a step of {1e3 * statistics.median(done.step_s):.1f} ms", header, costs))
-    return out
-
-
-def _tests(done: Evaluation) -> tuple[list[str], list[list[str]]]:
-    tallies, names, rows = done.tallies, done.tallies.predictors, []
-    for case, best in done.best.items():
-        for name, share in product([name for name in LEARNED if name in names], SHARES):
-            found = tallies.compare(name, best, share, Slice(case))
-            closed = tallies.closed(name, "quest", ORACLE, share, Slice(case)) if "quest" in names else None
-            if found is not None:
-                said = [f"{name} - {best}", case, f"{share:.0%}", _said(found.difference), f"{found.p:.4f}"]
-                rows.append([*said, "yes" if found.significant else "no", _said(closed)])
-    return ["difference", "case", "pages", "recall", "p", "better", "gap from quest to oracle closed"], rows
-
-
-def _said(estimate: Estimate | None, ci: bool = True) -> str:
-    if estimate is None:
-        return ABSENT
-    interval = "" if estimate.ci is None or not ci else f" [{estimate.ci[0]:.3f}, {estimate.ci[1]:.3f}]"
-    return f"{estimate.value:.3f}{interval}"
 
 
 def evaluate(
@@ -414,5 +344,5 @@ def main(args: Sequence[str]) -> None:
     if cfg.record:
         done.write(Path(cfg.record))
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
-    for sheet in done.sheets():
+    for sheet in tables(done):
         console.print(sheet_table(sheet))

@@ -2,9 +2,9 @@
 
 Real sessions are driven over the corpus (`testbed.predictor.drive`); at each step of a window some heads are written
 down, one row a head, both under the full cache and where only a small share of the pages is attended. Once in every
-second window all heads are, with each page's contribution to the next logit. Rows are kept in $TESTBED_CACHE/recordings, a
-file for each document, by a hash of the corpus, the settings, the model and the code that makes the features; an
-interrupted recording goes on where it was.
+second window all heads are, with each page's contribution to the next logit. Rows are kept in
+$TESTBED_CACHE/recordings, a file for each document, by a hash of the corpus, the settings, the model and the code that
+makes the features; an interrupted recording goes on where it was.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from testbed.predictor.drive import Learn, Moment, drive
 from testbed.predictor.evaluate import Evaluation, EvaluationError, best_singles, evaluate, parts
 from testbed.predictor.recall import SHARES
 from testbed.predictor.recording import RecordingSettings, record
+from testbed.predictor.report import tables
 from testbed.predictor.tally import Slice
 from testbed.results.record import RecordError
 
@@ -97,9 +98,9 @@ def test_record_tells_everything(judged: Evaluation, tmp_path: Path) -> None:
     assert said["step"]["flops"] == 2 * decoder().weights
     with pytest.raises(RecordError):
         judged.write(tmp_path / "evaluation.json" / "below")
-    titles = [sheet.title for sheet in judged.sheets()]
+    titles = [sheet.title for sheet in tables(judged)]
     assert len(titles) == len(set(titles)) >= 4
-    assert all(len(row) == len(sheet.columns) for sheet in judged.sheets() for row in sheet.rows)
+    assert all(len(row) == len(sheet.columns) for sheet in tables(judged) for row in sheet.rows)
 
 
 def test_best_single_is_chosen_on_training_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
