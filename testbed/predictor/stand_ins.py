@@ -154,8 +154,8 @@ class _Attend:
         # The average of a step depends on the attention of the step before: one token at a time.
         one_by_one = self.choice is not None and self.choice.predictor == "attention_ema"
         for at in torch.arange(rows.shape[2]).split(1 if one_by_one else rows.shape[2]):
-            of_part = (x[:, :, at] for x in (rows, before, past, new))
-            part, mass = self._part(layer, *of_part, new_v, average, at)
+            seen = rows[:, :, at], before[:, :, at], past[:, :, at], new[:, :, at]
+            part, mass = self._part(layer, *seen, new_v, average, at)
             average = DECAY * average + (1.0 - DECAY) * mass[:, -1]
             out.append(part)
             if self.choice is None:

@@ -12,6 +12,7 @@ from tiny_run import save_model
 from torch import Tensor
 
 from testbed.cache.offsets import BackgroundOffsets
+from testbed.models.base import Geometry
 from testbed.predictor.background import closed_form, errors, fit_gradient, fit_ridge, main
 from testbed.predictor.skipping import (
     LOG2_E,
@@ -22,6 +23,7 @@ from testbed.predictor.skipping import (
     LeftOut,
     Pages,
     SkippingError,
+    check_geometry,
     left_out,
     sample_blocks,
 )
@@ -157,6 +159,8 @@ def test_too_short_a_text_and_unknown_predictors_are_refused() -> None:
         sample_blocks(200, 3)
     with pytest.raises(SkippingError, match="must be one of next_mass"):
         Choice("fortune", 0.1)
+    with pytest.raises(SkippingError, match="windows or position slopes"):
+        check_geometry(Geometry(1, 1, 1, 8, 10, None, (64,), (1.0,)))
 
 
 def test_the_command_learns_judges_and_writes(tmp_path: Path) -> None:

@@ -14,7 +14,15 @@ from testbed.cache.offsets import BackgroundOffsets
 from testbed.models import load
 from testbed.models.base import Decoder
 from testbed.predictor.skipping import LOG2_E, Choice, Context, Pages, SkippingError, capture
-from testbed.predictor.stand_ins import Prepared, StandIn, _Attend, divergence, log_probs
+from testbed.predictor.stand_ins import (
+    Prepared,
+    StandIn,
+    _Attend,
+    compared,
+    divergence,
+    log_probs,
+    stand_in_table,
+)
 
 T, M, P = 192, 6, 16
 PAGES = Pages(recent_pages=2)
@@ -127,3 +135,16 @@ def test_bytes_and_bad_values() -> None:
     assert StandIn("prototypes").share_of_full(1 / 16, 64, 16, 64) == pytest.approx((4 * 4096 + 60 * 320) / (64 * 4096))
     with pytest.raises(SkippingError, match="must be one of nothing"):
         StandIn("ghosts")
+
+
+def test_the_comparison_has_a_row_for_every_variant(decoder: Decoder, prepared: Prepared) -> None:
+    """Offsets that change nothing are the plain mean, and a background state costs what the table says."""
+    none = BackgroundOffsets(torch.zeros(4), torch.ones(4), torch.zeros(4, 16))
+    rows = compared(decoder, prepared, TAIL[:3], none)
+    kl = {(row["predictor"], row["keep"], row["stand_in"], row["groups"]): row["kl"] for row in rows}
+    assert len(kl) == len(rows) == 3 * 3 * 6 + 3 * 3 * 2
+    for (predictor, keep, kind, groups), value in kl.items():
+        if kind == "learned background":
+            assert value == kl[predictor, keep, "background", groups]
+    assert float(kl["query_bound", 0.05, "nothing", 1]) > float(kl["query_bound", 0.05, "prototypes", 4])  # type: ignore[arg-type]
+    assert len(stand_in_table(rows).splitlines()) == 1 + len(rows)
