@@ -75,12 +75,12 @@ class Beside:
         truth = Truth(full_session(session, context, frozenset({NEWEST}))) if wants_truth else None
         return Beside(truth, Guard(session, config, context) if guarded and config is not None else None)
 
-    def start(self, dense: DenseKV, roles: Sequence[int] | None) -> None:
+    def start(self, session: Session, dense: DenseKV, roles: Sequence[int] | None) -> None:
         """Companions take the same context."""
         if self._truth is not None:
             self._truth.session.start(dense)
         if self._guard is not None:
-            self._guard.start(dense, roles)
+            self._guard.start(session, dense, roles)
 
     def foresee(self, session: Session, ids: Tensor) -> float:
         """Before the plan for tokens [T]: the truth of that run, for signals that want it; seconds it took."""
@@ -92,6 +92,12 @@ class Beside:
             if source.wants_truth:
                 source.watch_truth(mass)
         return time.perf_counter() - started
+
+    def lock(self, begin: int, end: int) -> None:
+        """What the user locks is locked for a reference too, as soon as it has seen it."""
+        if self._guard is not None:
+            for source in self._guard.reference.sources.values():
+                source.watch_lock(begin, end)
 
     def note(self, ids: Tensor, role: int, logits: Tensor | None) -> None:
         """Tokens [T] of a turn that the session ran, and its logits [T, V] if all were asked for."""

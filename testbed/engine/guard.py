@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from policies.base import Tier
+from policies.base import Role, Tier
 from testbed.engine.full import full_session, unlimited
 from testbed.engine.prefill import DenseKV
 from testbed.engine.signals import SignalContext
@@ -144,8 +144,9 @@ class Guard:
         self._runs: list[tuple[Tensor, int]] = []  # tokens the reference has not seen, and their role
         self._logits: list[Tensor | None] = []  # the policy's after each of them
 
-    def start(self, dense: DenseKV, roles: Sequence[int] | None) -> None:
-        """The reference takes the same context."""
+    def start(self, session: Session, dense: DenseKV, roles: Sequence[int] | None) -> None:
+        """The reference takes the same context; the session's signals, which have seen its prefill, tell its own."""
+        self.reference.sources = {name: session.sources[name].fork() for name in self.reference.sources}
         self.reference.start(dense, roles=roles)
 
     def note(self, ids: Tensor, role: int, logits: Tensor | None) -> None:
@@ -187,6 +188,8 @@ class Guard:
         return theirs[-1] if action else None
 
     def _run(self, ids: Tensor, role: int) -> Tensor:
+        if role == Role.GENERATED and self.reference.sources:  # to signals a run of many tokens is a turn
+            return torch.stack([self.reference.step(token, role) for token in ids])
         logits = self.reference.extend(ids.tolist(), "all", role)
         assert logits is not None
         return logits

@@ -130,7 +130,7 @@ class Session:
         self._story.has_roles = roles is not None
         said_by = torch.full((dense.length_tokens,), UNKNOWN) if roles is None else torch.tensor(list(roles))
         self._story.chunk_tokens, self._story.context_tokens = dense.chunk_tokens, dense.length_tokens
-        self._beside.start(dense, roles)
+        self._beside.start(self, dense, roles)
         self._watch(dense.tokens, said_by.to(torch.int8))
         self.cache.length_tokens = dense.length_tokens  # pages exist for planning, though none is placed yet
         signals = self._signals(Phase.COMPRESS, 0)
@@ -185,7 +185,7 @@ class Session:
         other.cache.go_on_counting(self.cache)
         self.cache.close()
         self.cache, self.policy = other.cache, replace(other.policy, name=self.policy.name)
-        self.config, self.sources = replace(other.config, guard=self.config.guard), other.sources
+        self.config, self.sources = replace(other.config, guard=self.config.guard), {**self.sources, **other.sources}
         self._wants()
         self._classes, self._story.since_plan = other.classes, other.policy.every_steps
         self._story.facts = {}
@@ -225,6 +225,7 @@ class Session:
             raise ValueError(f"lock [{begin}, {end}): must lie in the text so far, 0 to {self.cache.length_tokens}")
         for source in self.sources.values():
             source.watch_lock(begin, end)
+        self._beside.lock(begin, end)
 
     @torch.inference_mode()
     def park(self, tier: Tier = Tier.L2) -> Idle:

@@ -274,7 +274,8 @@ def build_sources(
     known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
     unknown = sorted((names | set(overrides or {})) - set(known))
     if unknown:
-        raise SignalError(f"unknown signal {unknown[0]!r}; known: {', '.join(known)}")
+        pages = ", ".join(name for name in known if not name.startswith("head_"))
+        raise SignalError(f"unknown signal {unknown[0]!r}; known: {pages}, and the measures head_* of conf/signal")
     sources = {}
     for name in sorted(names):
         arguments: Any = OmegaConf.to_container(OmegaConf.create((folder / f"{name}.yaml").read_text()))

@@ -142,4 +142,4 @@ def test_bad_signals_are_named() -> None:
     at = session("age")
     at.sources = {"retrieval_score": source}
     with pytest.raises(SignalError, match=r"for \(4, 2\) layers x KV heads, the model has \(3, 2\)"):
-        at._signals(Phase.DECODE, 0)
+        at.signal("retrieval_score")
