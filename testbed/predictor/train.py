@@ -51,10 +51,10 @@ class TrainingConfig:
         seed: of the first weights and the order of rows.
     """
 
-    epochs: int = 8
+    epochs: int = 4
     batch_rows: int = 60
     learning_rate: float = 4e-3
-    contribution_weight: float = 0.0
+    contribution_weight: float = 0.3
     seed: int = 0
 
     def __post_init__(self) -> None:
