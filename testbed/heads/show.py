@@ -15,7 +15,7 @@ from testbed.results.display import ABSENT, Sheet
 from testbed.results.table import PLAIN_WIDTH, sheet_table
 
 TOP = 3  # heads named for each measure
-COLUMNS = ("measure", "task", "unit", "n", "highest heads: layer.head value [95 % interval]", "width", "ties")
+COLUMNS = ("measure", "task", "unit", "n", "highest: layer.head", "best [95 % interval]", "width", "ties")
 
 
 def show(head_map: HeadMap, out: TextIO) -> None:
@@ -41,7 +41,7 @@ def measures_sheet(head_map: HeadMap) -> Sheet:
             measured.task,
             measured.unit,
             str(measured.samples),
-            ", ".join(highest(measured)),
+            *highest(measured),
             number(float((measured.high - measured.low).mean())),
             str(measured.ties),
             *ranks(stability.get(name, {})),
@@ -52,15 +52,12 @@ def measures_sheet(head_map: HeadMap) -> Sheet:
     return Sheet(title, columns, rows)
 
 
-def highest(measured: Measured) -> list[str]:
-    """The heads with the highest values, as "layer.head value [low, high]"."""
+def highest(measured: Measured) -> tuple[str, str]:
+    """The heads with the highest values, as "layer.head", and the value of the first with its interval."""
     order = measured.value.flatten().argsort(descending=True, stable=True)[:TOP].tolist()
     heads = [divmod(at, measured.value.shape[1]) for at in order]
-    return [
-        f"{layer}.{head} {number(float(measured.value[layer, head]))} "
-        f"[{number(float(measured.low[layer, head]))}, {number(float(measured.high[layer, head]))}]"
-        for layer, head in heads
-    ]
+    value, low, high = (number(float(each[heads[0]])) for each in (measured.value, measured.low, measured.high))
+    return " ".join(f"{layer}.{head}" for layer, head in heads), f"{value} [{low}, {high}]"
 
 
 def ranks(entry: Mapping[str, Any]) -> tuple[str, str, str]:
@@ -80,7 +77,7 @@ def carry_over_sheets(head_map: HeadMap) -> Iterator[Sheet]:
     if not evidence.get("carry_over"):
         return
     shares = [f"{share:g}" for share in evidence["shares"]]
-    heard = [f"top {float(share):.0%} (chance {evidence['chance'][share]:.2f})" for share in shares]
+    heard = [f"{float(share):.0%} ({number(round(evidence['chance'][share], 2))})" for share in shares]
     rows = []
     for name, pairs in evidence["carry_over"].items():
         ordered = sorted(pairs, key=lambda pair, pairs=pairs: pairs[pair]["spearman"])
@@ -89,7 +86,10 @@ def carry_over_sheets(head_map: HeadMap) -> Iterator[Sheet]:
             overlaps = (f"{found['jaccard'][share][0]:.2f}" for share in shares)
             label = "" if name == "own" else name
             rows.append((label, " / ".join(tasks.split()), f"{found['spearman']:+.2f}", f"{found['p']:.3f}", *overlaps))
-    title = "From task to task: worst and best pair of each measure, and measures that one task has alone"
+    title = (
+        "From task to task: worst and best pair of each measure, and measures that one task has alone; rank correlation, "
+        "overlap (Jaccard) of the top heads, in brackets that of independent maps"
+    )
     yield Sheet(title, ("measure", "between", "rank", "p", *heard), rows)
 
 

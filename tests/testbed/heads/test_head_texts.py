@@ -81,6 +81,7 @@ def test_tokens_with_two_brackets_do_not_count() -> None:
     assert matched(pieces, 1) == [(9, 12), (1, 13)]
     assert matched(pieces, 4) == [(1, 13)]
     assert matched([*pieces, "\n", ")", "(", "1", ")"], 1) == [(9, 12), (1, 13)]  # no Python from there on
+    assert matched(["((", "a", "))"], 1) == []
     assert matched(["('", "a", "' ", ")"], 1) == [(0, 2), (0, 3)]
     assert matched(["(", "'", "a", "')"], 1) == [(0, 3)]  # closes both: the later pair
 
