@@ -87,8 +87,8 @@ def carry_over_sheets(head_map: HeadMap) -> Iterator[Sheet]:
             label = "" if name == "own" else name
             rows.append((label, " / ".join(tasks.split()), f"{found['spearman']:+.2f}", f"{found['p']:.3f}", *overlaps))
     title = (
-        "From task to task: worst and best pair of each measure, and measures that one task has alone; rank correlation, "
-        "overlap (Jaccard) of the top heads, in brackets that of independent maps"
+        "From task to task: worst and best pair of each measure, and measures that one task has alone; rank "
+        "correlation, overlap (Jaccard) of the top heads, in brackets that of independent maps"
     )
     yield Sheet(title, ("measure", "between", "rank", "p", *heard), rows)
 
