@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from importlib import import_module
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
@@ -14,6 +15,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 BAD_INPUT, INTERRUPTED = 2, 130
+HELP = ("-h", "--help")
 MENDABLE = (ValueError, RuntimeError, OSError, HydraException, OmegaConfBaseException)
 
 
@@ -36,6 +38,37 @@ def guarded(command: Callable[[], object], folder_key: str = "") -> None:
         hint = f"; name a writable folder with {folder_key}" if folder_key and isinstance(error, OSError) else ""
         print(f"error: {describe(error)}{hint}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+
+
+class CommandError(ValueError):
+    """No such command."""
+
+
+def dispatch(package: str, about: str | None, commands: Sequence[str], args: Sequence[str]) -> None:
+    """Runs `main(rest)` of the module of a package that the first word names; help where it is asked for.
+
+    Args:
+        package: whose modules the commands are.
+        about: printed as help.
+        commands: names of the modules.
+        args: of the command line.
+
+    Raises:
+        CommandError: there is none of that name.
+    """
+    if not args or args[0] in HELP:
+        print(about)
+        return
+    name, *rest = args
+    if name not in commands:
+        near = get_close_matches(name, commands, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]}?" if near else ""
+        raise CommandError(f"unknown command {name!r}.{hint} There are: {', '.join(commands)}")
+    module = import_module(f"{package}.{name}")
+    if any(word in HELP for word in rest):
+        print(module.__doc__)
+        return
+    module.main(rest)
 
 
 def job(command: Callable[[], object]) -> None:

@@ -257,9 +257,18 @@ def compose_policy(name: str, overrides: Sequence[str] = ()) -> Policy:
 
 def compose_config(name: str, overrides: Sequence[str] = ()) -> DictConfig:
     """The config that `compose_policy` builds the policy from."""
+    return compose_named(None, [f"+{GROUP}={name}", *overrides])
+
+
+def compose_named(name: str | None, overrides: Sequence[str] = ()) -> DictConfig:
+    """The config conf/<name>.yaml, or an empty one, outside of `hydra.main`.
+
+    Raises:
+        HydraException: an unknown key or group.
+    """
     register()
     with initialize_config_module("conf", version_base="1.3"):
-        return compose(overrides=[f"+{GROUP}={name}", *overrides])
+        return compose(name, overrides=list(overrides))
 
 
 def full_policy() -> Policy:

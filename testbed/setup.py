@@ -65,8 +65,7 @@ class Setup:
     def session_config(self, full: bool) -> SessionConfig:
         """Of the policy's sessions, or of the full cache's."""
         if full or not self.compresses:  # nothing of the full cache may leave the device
-            cache = replace(self.cache, l1_bytes=None, l2_bytes=None, l3_bytes=None, l3_path=None)
-            return SessionConfig(cache, None, self.kernel, self.seed, {} if full else self.signals)
+            return SessionConfig(self.cache.unlimited(), None, self.kernel, self.seed, {} if full else self.signals)
         return SessionConfig(self.cache, self.budget_fraction, self.kernel, self.seed, self.signals, self.guard)
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -108,6 +108,10 @@ class CacheConfig:
             value = getattr(self, key)
             if not any(value is one or (isinstance(one, str) and value == one) for one in allowed):
                 raise CacheError(f"cache.{key}={value!r}: must be one of {', '.join(str(x).lower() for x in allowed)}")
+
+    def unlimited(self) -> CacheConfig:
+        """The same without limits: nothing leaves the device."""
+        return replace(self, l1_bytes=None, l2_bytes=None, l3_bytes=None, l3_path=None)
 
     @property
     def torch_dtype(self) -> torch.dtype:

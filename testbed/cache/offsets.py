@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from testbed.tensors import write_tensors
 
 SCHEMA = "1"
 FOLDER = Path(__file__).parent.parent / "predictor" / "weights"
@@ -63,13 +64,8 @@ class BackgroundOffsets:
 
     def write(self, path: Path, fingerprint: str, about: dict[str, str]) -> None:
         """As a safetensors file; the fingerprint is of the model, `about` says what they were learned on."""
-        path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {"log2": self.log2, "scale": self.scale, "value": self.value}
-        save_file(
-            {name: x.contiguous() for name, x in tensors.items()},
-            str(path),
-            metadata=about | {"schema": SCHEMA, "fingerprint": fingerprint},
-        )
+        write_tensors(path, tensors, about | {"schema": SCHEMA, "fingerprint": fingerprint})
 
     @staticmethod
     def read(path: Path, fingerprint: str, streams: int, head_dim: int) -> BackgroundOffsets:

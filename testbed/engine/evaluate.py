@@ -13,6 +13,7 @@ from testbed.cache.ledger import Ledger
 from testbed.cache.paged import PagedCache
 from testbed.cache.traffic import Traffic
 from testbed.decisions import DecisionLog
+from testbed.engine.divergence import kl_nats
 from testbed.engine.guard import Probe
 from testbed.engine.reclassify import HeadChange
 from testbed.engine.sample import Sampler, greedy
@@ -211,7 +212,6 @@ class Agreement:
 
 def agreement(policy: Tensor, full: Tensor) -> Agreement:
     """Compares log-probabilities [M, V] of the same text."""
-    # A token that both rule out (-inf) adds nothing; one that only the policy rules out makes KL infinite.
-    kl = torch.where(full == -torch.inf, 0.0, full.exp() * (full - policy)).sum(-1)
+    kl = kl_nats(full, policy)
     top1 = (full.argmax(-1) == policy.argmax(-1)).float().mean()
     return Agreement(float(kl.mean().clamp(min=0.0)), float(top1), len(kl), torch.equal(policy, full))

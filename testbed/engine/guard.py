@@ -9,6 +9,7 @@ probes and the bytes of the reference.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -19,7 +20,8 @@ import torch
 from torch import Tensor
 
 from policies.base import Role, Tier
-from testbed.engine.full import full_session, unlimited
+from testbed.engine.divergence import kl_nats
+from testbed.engine.full import full_session
 from testbed.engine.prefill import DenseKV
 from testbed.engine.signals import SignalContext
 from testbed.engine.trail import Trail
@@ -120,8 +122,7 @@ def quality(policy: Tensor, reference: Tensor, measure: str) -> float:
     ours, right = policy.float().log_softmax(-1), reference.float().log_softmax(-1)
     if measure == "overlap":
         return float(torch.minimum(ours.exp(), right.exp()).sum(-1).mean())
-    kl = torch.where(right == -torch.inf, 0.0, right.exp() * (right - ours)).sum(-1)
-    return math.exp(-max(0.0, float(kl.mean())))
+    return math.exp(-max(0.0, float(kl_nats(right, ours).mean())))
 
 
 class Guard:
@@ -141,8 +142,8 @@ class Guard:
         self.reference = _reference(session, config, context)
         self.probes: Trail[Probe] = Trail()
         self.raises = 0
-        self._runs: list[tuple[Tensor, int]] = []  # tokens the reference has not seen, and their role
-        self._logits: list[Tensor | None] = []  # the policy's after each of them
+        # Tokens that the reference has not seen, their role, and the policy's logits after each of them.
+        self._runs: list[tuple[Tensor, int, Tensor | None]] = []
 
     def start(self, session: Session, dense: DenseKV, roles: Sequence[int] | None) -> None:
         """The reference takes the same context; the session's signals, which have seen its prefill, tell its own."""
@@ -153,14 +154,13 @@ class Guard:
         """Tokens [T] that the session ran, and its logits [T, V] after them, if anybody wanted them."""
         if logits is not None and len(logits) != len(ids):
             logits = None
-        self._runs.append((ids, role))
-        self._logits.append(None if logits is None else logits.clone())
+        self._runs.append((ids, role, None if logits is None else logits.clone()))
 
     @property
     def due(self) -> bool:
         """Whether enough tokens have been run since the last probe."""
         assert self.config.every_tokens is not None
-        return sum(len(ids) for ids, _ in self._runs) >= self.config.every_tokens
+        return sum(len(ids) for ids, _, _ in self._runs) >= self.config.every_tokens
 
     def probe(self, session: Session) -> Tensor | None:
         """Compares, and acts where the quality is too low: then the reference's logits [V] for the next token.
@@ -168,11 +168,10 @@ class Guard:
         The session's cache and policy are the reference's afterwards if there was nothing left to raise.
         """
         started = time.perf_counter()
-        right = [self._run(ids, role) for ids, role in self._runs]
-        pairs = [(ours, theirs) for ours, theirs in zip(self._logits, right, strict=True) if ours is not None]
-        ours, theirs = (torch.cat(side) for side in zip(*pairs, strict=True))
+        both = [(ours, self._run(ids, role)) for ids, role, ours in self._runs]
+        ours, theirs = (torch.cat(side) for side in zip(*(each for each in both if each[0] is not None), strict=True))
         worth = quality(ours, theirs, self.config.measure)
-        self._runs, self._logits = [], []
+        self._runs = []
         action = "" if worth >= self.config.threshold else self._act(session)
         self.probes.append(
             Probe(
@@ -206,11 +205,9 @@ class Guard:
 
     def fork(self) -> Guard:
         """An independent copy."""
-        other = object.__new__(Guard)
-        other.config, other.raises = self.config, self.raises
-        other.reference = self.reference.fork(own_pools=True)
-        other.probes = self.probes.fork()
-        other._runs, other._logits = list(self._runs), list(self._logits)
+        other = copy.copy(self)
+        other.reference, other.probes = self.reference.fork(own_pools=True), self.probes.fork()
+        other._runs = list(self._runs)
         return other
 
     @property
@@ -238,6 +235,6 @@ def _reference(session: Session, config: GuardConfig, context: SignalContext) ->
     check_reference(config, session.config.budget_fraction)
     if config.reference == FULL:
         return full_session(session, context)
-    cache = unlimited(session.config.cache)
+    cache = session.config.cache.unlimited()
     larger = replace(session.config, cache=cache, budget_fraction=float(config.reference), guard=None)
     return Session(session.decoder, session.policy, larger, context)

@@ -160,9 +160,7 @@ class Session:
             total = time.perf_counter() - started
             self._story.turn_times.append(StepTime(total, self._plan_s, self.stall_s - stalled))
             self._log("extend", len(part), True, moves)
-        self._story.since_plan = (
-            self.policy.every_steps
-        )  # the turn's queries are known now: the answer begins with a plan
+        self._plan_next()  # the turn's queries are known now
         kept = [x for x in out if x is not None]
         return (torch.cat(kept) if logits == "all" else kept[-1]) if kept else None
 
@@ -177,7 +175,7 @@ class Session:
     def raise_budget(self, fraction: float) -> None:
         """Another budget from the next plan on, which comes with the next step. For the guard."""
         self.config = replace(self.config, budget_fraction=fraction)
-        self._story.since_plan = self.policy.every_steps
+        self._plan_next()
 
     def take_cache_of(self, other: Session) -> None:
         """Goes on with the cache, the policy and the budget of another session of the same text. For the guard."""
@@ -187,8 +185,8 @@ class Session:
         self.cache, self.policy = other.cache, replace(other.policy, name=self.policy.name)
         self.config, self.sources = replace(other.config, guard=self.config.guard), {**self.sources, **other.sources}
         self._wants()
-        self._classes, self._story.since_plan = other.classes, other.policy.every_steps
-        self._story.facts = {}
+        self._classes, self._story.facts = other.classes, {}
+        self._plan_next()
 
     def look_ahead(self, ids: Tensor) -> float:
         """Before the plan for tokens [T]: shows them to the signals, and the truth to those that want it. For `Batch`.
@@ -243,7 +241,7 @@ class Session:
         plan = parked(signals, tier, self.cache.metadata.score.view(signals.shape))
         moves = self.cache.apply(plan)
         self._note_plan(plan)
-        self._story.since_plan = self.policy.every_steps  # whatever comes next begins with a plan
+        self._plan_next()
         self._log("turn", 0, True, moves)
         if self._pause is not None:  # parked twice, to another tier
             self._story.idle.append(self._pause.over([], started - self._paused_at, 0.0))
@@ -426,6 +424,10 @@ class Session:
     def device_budget_bytes(self, length_tokens: int) -> int | None:
         """Most bytes on the device at that length."""
         return device_budget_bytes(self, length_tokens)
+
+    def _plan_next(self) -> None:
+        """Whatever comes next begins with a plan."""
+        self._story.since_plan = self.policy.every_steps
 
     def _plan(self, phase: Phase, next_tokens: int) -> list[Move]:
         started = time.perf_counter()

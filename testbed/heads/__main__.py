@@ -13,37 +13,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
-from importlib import import_module
 
-from testbed.commands import guarded
+from testbed.commands import dispatch, guarded
 
 COMMANDS = ("analyse", "show", "compare", "recommend", "verdict", "convert", "published")
 
 
-class CommandError(ValueError):
-    """No such command."""
-
-
 def run(args: Sequence[str]) -> None:
-    """Runs the command that the first word names.
-
-    Raises:
-        CommandError: there is none of that name.
-    """
-    if not args or args[0] in ("-h", "--help"):
-        print(__doc__)
-        return
-    name, *rest = args
-    if name not in COMMANDS:
-        near = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        raise CommandError(f"unknown command {name!r}.{hint} There are: {', '.join(COMMANDS)}")
-    module = import_module(f"testbed.heads.{name}")
-    if set(rest) & {"-h", "--help"}:
-        print(module.__doc__)
-        return
-    module.main(rest)
+    """Runs the command that the first word names; see `testbed.commands.dispatch`."""
+    dispatch("testbed.heads", __doc__, COMMANDS, args)
 
 
 def main() -> None:

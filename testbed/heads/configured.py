@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 
-from testbed.compose import register
+from testbed.compose import compose_named
 
 
 def composed(name: str, args: Sequence[str]) -> tuple[list[str], DictConfig]:
@@ -24,6 +23,4 @@ def composed(name: str, args: Sequence[str]) -> tuple[list[str], DictConfig]:
         HydraException: an unknown key or group.
     """
     words = [arg for arg in args if "=" not in arg]
-    register()
-    with initialize_config_module("conf", version_base="1.3"):
-        return words, compose(name, overrides=[arg for arg in args if "=" in arg])
+    return words, compose_named(name, [arg for arg in args if "=" in arg])

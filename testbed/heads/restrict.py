@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from testbed.engine import divergence
 from testbed.engine.prefill import ContextError, prefill
 from testbed.heads.calibration import CalibrationConfig, CalibrationError
 from testbed.heads.texts import CalibrationText, texts
@@ -180,8 +181,7 @@ class Rows:
 
 def kl_nats(full: Tensor, other: Tensor) -> Tensor:
     """KL(full || other) of logits [..., V]: [...] nats, not below 0."""
-    log_full, log_other = full.float().log_softmax(-1), other.float().log_softmax(-1)
-    return (log_full.exp() * (log_full - log_other)).sum(-1).clamp(min=0.0)
+    return divergence.kl_nats(full.float().log_softmax(-1), other.float().log_softmax(-1)).clamp(min=0.0)
 
 
 def loss_nats(logits: Tensor, right: Tensor) -> Tensor:

@@ -26,12 +26,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from testbed.cache.offsets import BackgroundOffsets, packaged
+from testbed.compose import compose_named
 from testbed.models.base import Decoder
 from testbed.predictor.corpus import Amounts, Document, Part, corpus_hash, documents
 from testbed.predictor.skipping import (
@@ -46,6 +46,7 @@ from testbed.predictor.skipping import (
     sample_blocks,
 )
 from testbed.predictor.stand_ins import Prepared, compared, stand_in_table
+from testbed.results.record import write_atomically
 
 ROUNDS = 4
 RIDGE = 0.01  # share of each unknown's own curvature
@@ -285,13 +286,12 @@ def measure_stand_ins(decoder: Decoder, config: BackgroundConfig, record: str | 
         print(f"{document.name}: {len(rows)} variants", flush=True)
     print(stand_in_table(found))
     if record:
-        Path(record).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_atomically(Path(record), json.dumps(found, indent=1) + "\n")
 
 
 def main(args: list[str]) -> None:
     """The command `python -m testbed.predictor background key=value ...`."""
-    with initialize_config_module(config_module="conf", version_base=None):
-        cfg = compose("background", overrides=args)
+    cfg = compose_named("background", args)
     torch.set_num_threads(cfg.threads)
     config, decoder = configured(cfg), instantiate(cfg.model)
     if cfg.what == "stand_ins":
@@ -314,7 +314,7 @@ def main(args: list[str]) -> None:
     }
     print(printed(result["error"]))
     if cfg.record:
-        Path(cfg.record).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_atomically(Path(cfg.record), json.dumps(result, indent=1) + "\n")
     if cfg.offsets:
         path = Path(cfg.offsets) / f"background-{decoder.fingerprint}.safetensors"
         learned[cfg.method].write(path, decoder.fingerprint, {"corpus": result["corpus"], "method": cfg.method})

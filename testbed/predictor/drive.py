@@ -21,13 +21,12 @@ from policies.base import Mode, Phase, Policy, Predictor, Signals
 from policies.checks import require_number
 from testbed.cache.layout import CacheConfig
 from testbed.compose import full_policy
+from testbed.engine.beside import NEWEST
 from testbed.engine.prefill import prefill
 from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext
 from testbed.models.base import Attend, Decoder, Logits
 from testbed.predictor.corpus import Document
-
-TRUTH = "last_mass"  # after a step under the full cache: what that step attended to
 
 
 @dataclass(frozen=True)
@@ -226,7 +225,7 @@ class _Run:
         decoder = cast(Decoder, self.memory or self.decoder)
         context = SignalContext(course.cache.page_tokens, course.head_measures, self.decoder)
         config = SessionConfig(course.cache, signals=dict(course.signals))
-        session = Session(decoder, policy, config, context, watch=course.beside | {TRUTH})
+        session = Session(decoder, policy, config, context, watch=course.beside | {NEWEST})
         given = document.context_tokens
         dense = prefill(
             decoder,
@@ -276,7 +275,7 @@ class _Run:
         finally:
             self.look = None
         if truth is None:
-            truth = session.signal(TRUTH).clone()
+            truth = session.signal(NEWEST).clone()
         for learn in seen:
             learn(truth)
         return truth

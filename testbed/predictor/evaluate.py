@@ -22,13 +22,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from rich.console import Console
 from torch import Tensor
 
 from policies.base import Predictor, Signals
+from testbed.compose import compose_named
 from testbed.heads.differentiable import Differentiable
 from testbed.models.base import Decoder
 from testbed.predictor.agents import PHASES
@@ -326,8 +326,7 @@ def weights_said(decoder: Decoder) -> dict[str, Any]:
 
 def main(args: Sequence[str]) -> None:
     """The command; see conf/evaluation.yaml."""
-    with initialize_config_module("conf", version_base="1.3"):
-        cfg = compose("evaluation", overrides=list(args))
+    cfg = compose_named("evaluation", args)
     torch.set_num_threads(cfg.threads)
     predictors = parts(list(cfg.predictors))
     decoder: Decoder = instantiate(cfg.model)

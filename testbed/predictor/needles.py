@@ -19,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from policies.base import Predictor
 from testbed.cache.layout import CacheConfig
 from testbed.commands import guarded
-from testbed.compose import full_policy
+from testbed.compose import compose_named, full_policy
 from testbed.engine.evaluate import Answer, agreement, answer
 from testbed.engine.prefill import DenseKV, prefill
 from testbed.engine.session import Session, SessionConfig
@@ -198,8 +197,7 @@ def _said(found: Found) -> str:
 
 def main(args: Sequence[str]) -> None:
     """The command; see conf/needles.yaml."""
-    with initialize_config_module("conf", version_base="1.3"):
-        cfg = compose("needles", overrides=list(args))
+    cfg = compose_named("needles", args)
     torch.set_num_threads(cfg.threads)
     decoder: Decoder = instantiate(cfg.model)
     grid = [(float(share), False) for share in cfg.shares] + [(float(share), True) for share in cfg.with_prototypes]

@@ -13,7 +13,6 @@ import ast
 import hashlib
 import inspect
 import json
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module, resources
@@ -24,7 +23,6 @@ from typing import Any, Protocol, cast
 import torch
 from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from policies.base import Predictor
@@ -38,6 +36,7 @@ from testbed.predictor.contribution import contributions, step_of
 from testbed.predictor.corpus import Document, corpus_hash
 from testbed.predictor.drive import Course, Learn, Moment, drive
 from testbed.predictor.recall import caught
+from testbed.tensors import write_tensors
 
 SCHEMA = 1
 SINGLES = {
@@ -151,11 +150,6 @@ class Recording:
         """M."""
         return len(self.features)
 
-    @property
-    def stored_bytes(self) -> int:
-        """Of all tensors."""
-        return sum(each.numel() * each.element_size() for each in self._tensors().values())
-
     def _tensors(self) -> dict[str, Tensor]:
         plain = {key: value for key, value in vars(self).items() if isinstance(value, Tensor)}
         return plain | {f"recall.{name}": value for name, value in self.recall.items()}
@@ -163,14 +157,7 @@ class Recording:
     def write(self, path: Path) -> None:
         """To a file, whole or not at all."""
         about = {key: getattr(self, key) for key in ("document", "kind", "part", "names")}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            tensors = {key: value.contiguous() for key, value in self._tensors().items()}
-            save_file(tensors, partial, {"about": json.dumps({**about, "schema": SCHEMA})})
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_tensors(path, self._tensors(), {"about": json.dumps({**about, "schema": SCHEMA})})
 
     @staticmethod
     def read(path: Path) -> Recording:

@@ -22,6 +22,7 @@ from kernels.pages import page_format
 from kernels.prototypes import make_prototypes
 from kernels.scoring import query_bound
 from testbed.cache.offsets import BackgroundOffsets
+from testbed.engine.divergence import kl_nats
 from testbed.models.base import Decoder
 from testbed.predictor.skipping import DECAY, LOG2_E, PREDICTORS, Choice, Context, Pages, SkippingError, check_geometry
 
@@ -229,7 +230,7 @@ class _Attend:
 
 def divergence(told: Told, full: Told) -> Tensor:
     """[M] KL(full || told) in nats."""
-    return (full.log_probs.exp() * (full.log_probs - told.log_probs)).sum(-1)
+    return kl_nats(full.log_probs, told.log_probs)
 
 
 def variants(offsets: BackgroundOffsets | None) -> list[tuple[Choice, StandIn]]:

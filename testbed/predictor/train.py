@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from torch import Tensor
 
+from testbed.compose import compose_named
 from testbed.predictor.corpus import documents
 from testbed.predictor.drive import Course
 from testbed.predictor.network import Network, NetworkShape, layer_groups
@@ -254,8 +254,7 @@ def described(result: Trained, judged: Mapping[str, Mapping[str, Sequence[float]
 
 def main(args: Sequence[str]) -> None:
     """The command; see conf/predictor.yaml."""
-    with initialize_config_module("conf", version_base="1.3"):
-        cfg = compose("predictor", overrides=list(args))
+    cfg = compose_named("predictor", args)
     torch.set_num_threads(cfg.threads)
     config, decoder = instantiate(cfg.training), instantiate(cfg.model)
     path = trained_path(decoder) if cfg.weights is None else Path(cfg.weights).expanduser()

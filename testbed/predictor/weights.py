@@ -6,7 +6,6 @@ Packaged ones lie in testbed/predictor/weights/, those trained here in $TESTBED_
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
@@ -15,11 +14,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from testbed.assets import cache_dir
 from testbed.models.base import Decoder
 from testbed.predictor.network import Network, NetworkShape
+from testbed.tensors import write_tensors
 
 SCHEMA = 1
 EXACT = ("mean", "spread")  # stay float32: they are few and everything is scaled by them
@@ -83,17 +82,11 @@ def find_weights(decoder: Decoder) -> Path:
 
 def write_weights(path: Path, network: Network, about: About) -> None:
     """To a file, whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     tensors = {
-        name: tensor.detach().to(torch.float32 if name in EXACT else torch.float16).contiguous()
+        name: tensor.detach().to(torch.float32 if name in EXACT else torch.float16)
         for name, tensor in network.state_dict().items()
     }
-    try:
-        save_file(tensors, partial, {"about": json.dumps({"schema": SCHEMA, **asdict(about)}, sort_keys=True)})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_tensors(path, tensors, {"about": json.dumps({"schema": SCHEMA, **asdict(about)}, sort_keys=True)})
 
 
 def read_weights(path: Path) -> tuple[Network, About]:

@@ -6,7 +6,6 @@ import pytest
 import tiny_heads as tiny
 import torch
 from tiny_heads import HK, L
-from tiny_run import save_model
 
 from testbed.heads import gates
 from testbed.heads.calibration import CalibrationConfig, CalibrationError
@@ -14,8 +13,10 @@ from testbed.heads.differentiable import Differentiable
 from testbed.heads.gates import Trainer, gated, measure, passkeys, trapezoid
 from testbed.heads.restrict import Rows, cut
 from testbed.heads.texts import Asking, CalibrationText
-from testbed.models import load, wrap
+from testbed.models import wrap
 from testbed.models.hf import HfDecoder
+
+pytestmark = pytest.mark.usefixtures("essays")
 
 COUNT, CONTEXT, SINKS, WINDOW = 24, 14, 2, 5
 TOKENS = tiny.tokens(COUNT, seed=5)
@@ -123,20 +124,6 @@ def test_schedule_is_the_published_one() -> None:
     assert [rate(step) for step in (0, 3, 7, 20, 32, 36, 39)] == pytest.approx([1 / 8, 4 / 8, 1, 1, 1, 4 / 8, 1 / 8])
     assert trapezoid(100)(0) == pytest.approx(0.1)
     assert trapezoid(3)(0) == 1.0
-
-
-@pytest.fixture(scope="module")
-def speaking(tmp_path_factory: pytest.TempPathFactory) -> HfDecoder:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder, positions=2048)
-    return load(folder, name="speaking")
-
-
-@pytest.fixture(autouse=True)
-def essays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text of this test only: the workloads' default would be an asset."""
-    body = " ".join(f"Sentence {at} says nothing at all." for at in range(200))
-    monkeypatch.setattr("testbed.assets.essays", lambda: {f"essay{at}.txt": body for at in range(12)})
 
 
 def test_the_group_trains_on_needles_far_from_their_questions(speaking: HfDecoder) -> None:

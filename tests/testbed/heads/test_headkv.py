@@ -8,15 +8,15 @@ import pytest
 import tiny_heads as tiny
 import torch
 from tiny_heads import HQ, G, L
-from tiny_run import save_model
 
 from testbed.heads.calibration import CalibrationConfig
 from testbed.heads.headkv import DEPTHS, TASK, answer_scores, measure, reasoning_texts
 from testbed.heads.library import groups
 from testbed.heads.texts import Asking, CalibrationText
-from testbed.models import load
 from testbed.models.hf import HfDecoder
 from testbed.workloads.needle import NUMBERS
+
+pytestmark = pytest.mark.usefixtures("essays")
 
 COUNT, CONTEXT = 30, 20
 TOKENS = tiny.tokens(COUNT, seed=3)
@@ -57,20 +57,6 @@ def test_an_answer_is_right_when_every_token_of_it_is() -> None:
 
 
 CONFIG = CalibrationConfig(needle_lengths=(600, 700), needle_samples_per_cell=2)
-
-
-@pytest.fixture(scope="module")
-def speaking(tmp_path_factory: pytest.TempPathFactory) -> HfDecoder:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder, positions=2048)
-    return load(folder, name="speaking")
-
-
-@pytest.fixture(autouse=True)
-def essays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Text of this test only: the workloads' default would be an asset."""
-    body = " ".join(f"Sentence {at} says nothing at all." for at in range(200))
-    monkeypatch.setattr("testbed.assets.essays", lambda: {f"essay{at}.txt": body for at in range(12)})
 
 
 def test_the_older_one_s_number_is_the_answer(speaking: HfDecoder) -> None:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from policies.base import Tier
 from testbed.cache.layout import CacheConfig
+from testbed.commands import CommandError
 from testbed.compose import compose_policy
 from testbed.engine.prefill import prefill
 from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext, SignalError
 from testbed.engine.signals.core import NAMES
 from testbed.models.base import Decoder, Geometry
-from testbed.predictor.__main__ import CommandError, run
+from testbed.predictor.__main__ import run
 from testbed.predictor.network import Network, NetworkShape, layer_groups
 from testbed.predictor.recall import caught
 from testbed.predictor.recording import SINGLES, Recording, RecordingSettings, record_document
