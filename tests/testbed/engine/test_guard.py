@@ -20,6 +20,7 @@ from testbed.engine.guard import GuardConfig, GuardError, quality
 from testbed.engine.prefill import prefill
 from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext
+from testbed.engine.signals.locked import Locked
 
 CONTEXT, TURN, SAID = text(300, 1), text(7, 2), text(20, 3)
 
@@ -166,3 +167,16 @@ def test_bad_settings_are_named(bad: dict[str, object]) -> None:
     (key,) = bad
     with pytest.raises(GuardError, match=f"guard.{key}"):
         replace(GuardConfig(), **bad)  # type: ignore[arg-type]
+
+
+def test_a_larger_budget_keeps_what_it_would_keep_alone_and_is_told_of_locks() -> None:
+    policy = compose_policy("snapkv", ["policy/eviction=demote"])
+    session = guarded(GuardConfig(every_tokens=5, threshold=1.0, reference=0.9, most_raises=0), policy)
+    session._beside._guard.reference.sources["locked"] = locked = Locked(SignalContext(16, measures))  # type: ignore[union-attr]
+    session.lock(32, 40)
+    assert locked.value(session.observed()).nonzero().flatten().tolist() == [2]
+    alone = Run(fraction=0.9).start(policy, CONTEXT)
+    decode(session, SAID[:5])
+    assert [probe.action for probe in session.story.probes] == ["switch"]
+    decode(alone, SAID[:5])
+    assert torch.equal(session.cache.state["tier"], alone.cache.state["tier"])
