@@ -183,7 +183,9 @@ class Flights:
                 continue
             flight = self._open[number]
             keep = ~touched[flight.at[:, 0], flight.at[:, 1]]
-            if bool(keep.any()) or not self.cache.pools.mover.cancel(flight.job):
+            # A conversion is never taken back: what comes next would start from other bits than if it had been done.
+            converts = flight.source[1] != flight.target[1]
+            if converts or bool(keep.any()) or not self.cache.pools.mover.cancel(flight.job):
                 self._wait([flight])
             self._settle(number)
 

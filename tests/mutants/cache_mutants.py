@@ -6,6 +6,7 @@ from mutants import Mutant
 
 FLIGHT = "tests/testbed/cache/test_flights.py::test_"
 FAULTS = "tests/testbed/cache/test_tier_faults.py::test_"
+TAKEN = "tests/testbed/cache/test_tier_taken_back.py::test_"
 LIMITS = "tests/testbed/cache/test_tier_limits.py::test_"
 FILES = "tests/testbed/cache/test_archive_faults.py::test_"
 MOVER = "tests/testbed/cache/test_mover.py::test_"
@@ -27,6 +28,8 @@ CACHE_MUTANTS = (
            "flight.job.source_slots)", (KEPT,)),
     Mutant("flights-taken-back-without-their-slot", FLIGHTS, "flight.job.source_slots[which].int()",
            'cache.state["slot"][at[:, 0], at[:, 1]]', (f"{FAULTS}failing_writes_leave_pages_where_they_were",)),
+    Mutant("flights-conversion-taken-back", FLIGHTS, "if converts or bool(keep.any())", "if bool(keep.any())",
+           (f"{TAKEN}a_page_is_not_spared_a_conversion_that_has_not_begun",)),
     Mutant("flights-late-pages-not-waited-for", FLIGHTS, "for number in numbers if number in self._open])",
            "for number in numbers[:0]])", (f"{FLIGHT}attention_waits_for_pages_on_their_way",)),
     # Slots.

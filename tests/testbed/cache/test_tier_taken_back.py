@@ -69,6 +69,31 @@ def test_a_page_that_is_approximated_while_it_waits_to_leave() -> None:
     pair.close()
 
 
+@pytest.mark.parametrize("tier", [Tier.L1, Tier.L2])
+def test_a_page_is_not_spared_a_conversion_that_has_not_begun(tier: Tier) -> None:
+    """Compute to INT8 to INT4 gives other bits than compute to INT4, so what a slow disk left undone is still done."""
+    pair = Pair(400)
+    cache, store = pair.tiered, gated(pair, Tier.L2)
+    first, second = cold(cache.pages), cold(cache.pages)
+    first[12:], second[:12] = False, False
+    pair.step(sent(cache, Tier.L2, first))  # the worker is held up at these
+    away = sent(cache, Tier.L2, second)
+    away.format[..., : len(second)][..., second] = int(Format.INT8)
+    pair.step(away)
+    assert [flight.job.state for flight in cache.flights if flight.target[1] == Format.INT8] == [State.QUEUED]
+    opener = threading.Timer(0.2, store.gate.set)
+    opener.start()
+    coarser = sent(cache, tier, second)
+    coarser.format[..., : len(second)][..., second] = int(Format.INT4)
+    pair.step(coarser)
+    cache.settle()
+    check_books(cache)
+    ours, theirs = pair.step(sent(cache, Tier.L1, first | second))
+    assert torch.equal(ours, theirs)
+    opener.join()
+    pair.close()
+
+
 def refuse(write: bool, offset: int, size: int) -> int:
     return -errno.EIO if write else size
 
