@@ -46,7 +46,12 @@ def page_bounds(k: Tensor, valid: Tensor | None = None) -> tuple[Tensor, Tensor]
 
 
 def query_bound(
-    q: Tensor, lowest: Tensor, highest: Tensor, count: Tensor | None = None, backend: str | None = None
+    q: Tensor,
+    lowest: Tensor,
+    highest: Tensor,
+    count: Tensor | None = None,
+    backend: str | None = None,
+    each_row: bool = False,
 ) -> Tensor:
     """The most any of a stream's query rows can score on any key of each page (Quest, section 3.2; unscaled).
 
@@ -60,15 +65,17 @@ def query_bound(
         highest: [S, N, D] like lowest, a page's greatest value by channel.
         count: [S] int32, pages each stream has, 0 to N; pages beyond are not read and score -inf. N by default.
         backend: as in `kernels.api.attend`.
+        each_row: every row's own score, not the best row's.
 
     Returns:
-        [S, N] float32, the maximum over the G * T rows; -inf where no row is left.
+        [S, N] float32, the maximum over the G * T rows; -inf where no row is left. With `each_row` [S, G * T, N], -inf
+        where a row takes no part.
 
     Raises:
         ValueError: types, devices or shapes that don't match, a count outside 0 to N (on a device only in debug mode).
     """
     _check_pages("query_bound", q, count, lowest=lowest, highest=highest)
-    return _page_scores(q, highest, lowest, count, backend)
+    return _page_scores(q, highest, lowest, count, backend, each_row)
 
 
 def mean_key_score(q: Tensor, mean_k: Tensor, count: Tensor | None = None, backend: str | None = None) -> Tensor:
@@ -91,25 +98,42 @@ def mean_key_score(q: Tensor, mean_k: Tensor, count: Tensor | None = None, backe
 
 
 def _page_scores(
-    q: Tensor, highest: Tensor, lowest: Tensor | None, count: Tensor | None, backend: str | None
+    q: Tensor,
+    highest: Tensor,
+    lowest: Tensor | None,
+    count: Tensor | None,
+    backend: str | None,
+    each_row: bool = False,
 ) -> Tensor:
     """The best row's q . highest, of q's positive channels alone where there is a `lowest` for the negative ones."""
     name = choose_backend(backend, q.device.type)
     if name == "cpu" and q.device.type == "cpu":
         from kernels.cpu.store import page_scores
 
-        return page_scores(q, highest, lowest, count)
+        return page_scores(q, highest, lowest, count, each_row)
     if name == "triton":
         from kernels.gpu.score import page_scores as launch
 
         _check_range("count", count, highest.shape[1])
+        if each_row:
+            rows = q.flatten(1, 2).unsqueeze(2).split(1, 1)
+            return torch.stack([launch(row, highest, lowest, count) for row in rows], 1)
         return launch(q, highest, lowest, count)
     dtype = torch.float64 if name == "reference" else torch.float32
     rows, keys = q.to(dtype).flatten(1, 2), highest.to(dtype)
     if lowest is not None:
         rows = torch.cat([rows.clamp(min=0), rows.clamp(max=0)], 2)
         keys = torch.cat([keys, lowest.to(dtype)], 2)
-    return _best_row(rows @ keys.transpose(1, 2), count)
+    scores = rows @ keys.transpose(1, 2)
+    if each_row:
+        return _best_row(scores.flatten(0, 1).unsqueeze(1), _repeated(count, rows.shape[1])).unflatten(
+            0, rows.shape[:2]
+        )
+    return _best_row(scores, count)
+
+
+def _repeated(count: Tensor | None, rows: int) -> Tensor | None:
+    return None if count is None else count.repeat_interleave(rows)
 
 
 def _best_row(score: Tensor, count: Tensor | None) -> Tensor:

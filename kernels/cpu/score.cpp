@@ -75,8 +75,9 @@ struct Scores {
   const void *high, *low;
   int64_t high_stream, high_page, low_stream, low_page, format, S, R, D, N;
   const int32_t* count;  // or null
-  float* out;            // [S, N]
+  float* out;            // [S, N], or [S, R, N] if each
   int64_t threads;
+  int64_t each;  // every row's score instead of the best row's
 };
 
 template <bool BOUND, class T>
@@ -88,13 +89,21 @@ void score_pages(const Scores& c, int64_t s, const float* q, int64_t rows, int64
     const T* const h[2] = {high + n * c.high_page, high + second * c.high_page};
     const T* const l[2] = {low + n * c.low_page, low + second * c.low_page};
     float best[2] = {-INFINITY, -INFINITY}, part[2][kRows];
+    const auto write = [&](int64_t row, const float x[2]) {
+      float* out = c.out + row * c.N;
+      out[n] = x[0];
+      if (second > n) out[second] = x[1];
+    };
     for (int64_t r = 0; r < rows; r += kRows) {
       dot_rows<BOUND>(q + r * c.D, rows * c.D, c.D, h, l, part);
       for (int j = 0; j < 2; ++j)
-        for (float x : part[j]) best[j] = x > best[j] ? x : best[j];  // NaN is never greater
+        for (float& x : part[j]) best[j] = x > best[j] ? x : best[j], x = x == x ? x : -INFINITY;  // NaN is never greater
+      for (int64_t i = 0; c.each && i < kRows && r + i < c.R; ++i) {
+        const float both[2] = {part[0][i], part[1][i]};
+        write(s * c.R + r + i, both);
+      }
     }
-    c.out[s * c.N + n] = best[0];
-    if (second > n) c.out[s * c.N + second] = best[1];
+    if (!c.each) write(s, best);
   }
 }
 
@@ -117,7 +126,9 @@ void score(const Scores& c, bool bound) {
     const int64_t s = item / parts, from = item % parts * kItemPages;
     const int64_t end = from + kItemPages < c.N ? from + kItemPages : c.N;
     const int64_t held = c.count ? c.count[s] : c.N, to = held < end ? held : end;
-    for (int64_t n = from > held ? from : held; n < end; ++n) c.out[s * c.N + n] = -INFINITY;
+    const int64_t outs = c.each ? c.R : 1;
+    for (int64_t row = s * outs; row < (s + 1) * outs; ++row)
+      for (int64_t n = from > held ? from : held; n < end; ++n) c.out[row * c.N + n] = -INFINITY;
     if (from >= to) return;
     std::vector<float> q((bound ? 2 : 1) * rows * c.D);
     split_signs(c, s, rows, bound, q.data());

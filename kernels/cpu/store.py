@@ -18,7 +18,7 @@ SOURCE_IDS = {dtype: FORMAT_IDS[name] for name, dtype in FLOAT_DTYPES.items()}
 # third of the time that filling a ctypes array does.
 APPEND = struct.Struct("48q").pack
 COPY = struct.Struct("12q").pack
-SCORES = struct.Struct("15q").pack
+SCORES = struct.Struct("16q").pack
 NO_BOUNDS = (0,) * 10
 NO_COPIES = (0,) * 8
 # Fewer elements than this are written sooner than a second thread wakes.
@@ -145,14 +145,14 @@ def _refuse_slots(**given: tuple[Pool, Tensor]) -> None:
     raise AssertionError("copy.cpp refused slots that are in range")
 
 
-def page_scores(q: Tensor, high: Tensor, low: Tensor | None, count: Tensor | None) -> Tensor:
+def page_scores(q: Tensor, high: Tensor, low: Tensor | None, count: Tensor | None, each_row: bool = False) -> Tensor:
     """As `kernels.scoring.query_bound`, or without `low` as `mean_key_score`."""
     streams, group, tokens, head_dim = q.shape
     rows = q.float().contiguous()
     high = high if high.stride(2) == 1 else high.contiguous()
     low = low if low is None or low.stride(2) == 1 else low.contiguous()
     count = None if count is None else count.contiguous()
-    out = torch.empty(streams, high.shape[1])
+    out = torch.empty(streams, *((group * tokens,) if each_row else ()), high.shape[1])
     call = SCORES(
         rows.data_ptr(),
         high.data_ptr(),
@@ -167,6 +167,7 @@ def page_scores(q: Tensor, high: Tensor, low: Tensor | None, count: Tensor | Non
         0 if count is None else count.data_ptr(),
         out.data_ptr(),
         torch.get_num_threads(),
+        each_row,
     )
     if library().testbed_score(call):
         raise ValueError(f"count {count}: must be 0 to {high.shape[1]}")

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from testbed.assets import cache_dir
+from testbed.code import code_of
 from testbed.heads.calibration import CalibrationConfig, CalibrationError, Tick
 from testbed.heads.headmap import SCHEMA, HeadMap, HeadMapError, Measured
 from testbed.models.base import Decoder
@@ -78,10 +79,11 @@ def groups() -> dict[str, Group]:
 
 
 def group_path(decoder: Decoder, config: CalibrationConfig, group: Group) -> Path:
-    """Where the measures of a group are kept, for that model and those settings."""
-    chosen = json.dumps((SCHEMA, group.target, group.chosen(config)), sort_keys=True)
+    """Where the measures of a group are kept: for that model, those settings and the code of texts and measures."""
+    code = code_of(group.target.rpartition(".")[0], "testbed.heads")
+    chosen = json.dumps((SCHEMA, group.target, group.chosen(config), code), sort_keys=True)
     digest = hashlib.blake2b(chosen.encode(), digest_size=4).hexdigest()
-    folder = cache_dir() / "headmaps" / f"{decoder.name.replace('/', '_')}-{decoder.fingerprint}"
+    folder = cache_dir() / "headmaps" / decoder.fingerprint
     return folder / f"{group.name}-{digest}.json"
 
 

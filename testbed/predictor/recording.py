@@ -9,15 +9,12 @@ makes the features; an interrupted recording goes on where it was.
 
 from __future__ import annotations
 
-import ast
 import hashlib
-import inspect
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from importlib import import_module, resources
+from importlib import resources
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol, cast
 
 import torch
@@ -28,6 +25,7 @@ from torch import Tensor
 from policies.base import Predictor
 from policies.predictors.from_signal import FromSignal
 from testbed.assets import cache_dir
+from testbed.code import code_of
 from testbed.engine.session import Session
 from testbed.engine.signals import Observed
 from testbed.heads.differentiable import Differentiable
@@ -48,7 +46,7 @@ SINGLES = {
     "tova": "last_mass",
 }
 """Predictors that are one signal, and which; the learned one has to beat the best of them."""
-SIGNALS = "testbed.engine.signals."
+SIGNALS = "testbed.engine.signals"
 LARGEST = 60_000.0  # features are kept in float16
 Progress = Callable[[str, float], None]
 
@@ -224,20 +222,10 @@ def data_hash(decoder: Decoder, corpus: Sequence[Document], settings: RecordingS
 
 
 def _code(source: str) -> str:
-    """The code that makes the features, comments and docstrings left out: changed features are recorded anew."""
+    """Of the signal that makes the features: changed features are recorded anew."""
     text = (resources.files("conf") / "signal" / f"{source}.yaml").read_text()
     target: str = OmegaConf.select(OmegaConf.create(text), "_target_")
-    module = import_module(target.rpartition(".")[0])
-    made_of = {value.__module__ for value in vars(module).values() if isinstance(value, type)}
-    return text + "".join(_meaning(import_module(name)) for name in sorted(made_of) if name.startswith(SIGNALS))
-
-
-def _meaning(module: ModuleType) -> str:
-    tree = ast.parse(inspect.getsource(module))
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
-            node.body = node.body[1:]
-    return ast.dump(tree)
+    return text + code_of(target.rpartition(".")[0], SIGNALS)
 
 
 def record_document(

@@ -55,8 +55,8 @@ class About:
 
 
 def file_name(decoder: Decoder) -> str:
-    """Of the weights of a model."""
-    return f"{decoder.name.replace('/', '_')}-{decoder.fingerprint}.safetensors"
+    """Of the weights of a model, whatever it is called here."""
+    return f"core-{decoder.fingerprint}.safetensors"
 
 
 def trained_path(decoder: Decoder) -> Path:
@@ -129,7 +129,7 @@ def load_weights(decoder: Decoder, names: Sequence[str], path: Path | None = Non
     """
     path = find_weights(decoder) if path is None else path
     network, about = read_weights(path)
-    if (about.model, about.fingerprint) != (decoder.name, decoder.fingerprint):
+    if about.fingerprint != decoder.fingerprint:
         raise WeightsError(
             f"{path}: trained on model {about.model} ({about.fingerprint}), here it is {decoder.name} "
             f"({decoder.fingerprint}); train them by `python -m testbed.predictor train model=...`"

@@ -60,13 +60,19 @@ def test_scores_are_those_of_the_definition(
     for s, n in enumerate(count.tolist()):
         low[s, n:], high[s, n:] = math.nan, math.nan  # never read
     rows, a, b = q.flatten(1, 2)[:, :, None].double(), low[:, None].double(), high[:, None].double()
-    want = torch.maximum(rows * a, rows * b).sum(3).amax(1)
+    every = torch.maximum(rows * a, rows * b).sum(3)
+    want = every.amax(1)
     size = torch.maximum((rows * a).abs(), (rows * b).abs()).sum(3).amax(1)
     held = torch.arange(total) < count[:, None]
     got = query_bound(q, low, high, count, backend)
     assert got.dtype == torch.float32
     assert ((got - want).abs() <= 1e-5 * size)[held].all()
     assert (got[~held] == -math.inf).all()
+    each = query_bound(q, low, high, count, backend, each_row=True)
+    assert each.shape == every.shape
+    shown = held.unsqueeze(1).expand_as(each)
+    assert ((each - every).abs() <= 1e-5 * size.unsqueeze(1))[shown].all()
+    assert (each[~shown] == -math.inf).all()
     got = mean_key_score(q, low, count, backend)
     want = (rows * a).sum(3).amax(1)
     assert ((got - want).abs() <= 1e-5 * size)[held].all()
@@ -101,6 +107,9 @@ def test_nan_rows_take_no_part_and_empty_pages_rank_last(backend: str) -> None:
     assert got[0, 3] == -math.inf
     assert got[0, [0, 1, 2, 4]].isfinite().all()
     assert (got[1] == -math.inf).all()
+    each = query_bound(q, low, high, backend=backend, each_row=True)
+    assert torch.equal(each.amax(1), got)
+    assert (each[0, 1] == -math.inf).all()
     assert (mean_key_score(q, low, backend=backend)[1] == -math.inf).all()
 
 

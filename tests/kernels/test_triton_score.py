@@ -77,6 +77,11 @@ def test_a_row_or_page_without_number_takes_no_part() -> None:
         assert torch.allclose(got, want, rtol=1e-5, atol=1e-4)
         assert (got[1] == -INF).all()
         assert got[0].isinf().nonzero().flatten().tolist() == [2]
+        each = query_bound(q.to(dtype), low.to(dtype), high.to(dtype), backend="triton", each_row=True)
+        want = query_bound(q.to(dtype), low.to(dtype), high.to(dtype), backend="reference", each_row=True)
+        assert each.shape == (2, 2, 5)
+        assert torch.allclose(each, want, rtol=1e-5, atol=1e-4)
+        assert (each[0, 1] == -INF).all()
 
 
 @settings(max_examples=25, deadline=None)

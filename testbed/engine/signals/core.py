@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.scoring import query_bound
 from policies.base import Role
 from testbed.engine.signals.base import Observed, PrefillChunk, SignalContext, SignalError, Source, State, StepView
 from testbed.engine.signals.embedding import Embedding
@@ -194,10 +195,11 @@ class CoreFeatures(Source):
         low, high = self.history.bounds(observed)
         scale = torch.tensor(self._decoder.geometry.scale).repeat_interleave(kv_heads).view(1, -1, 1, 1)
         q = (queries * scale).transpose(0, 1).flatten(1, 2)  # [S, 2 G, D], the newest first
-        known = torch.isfinite(low).all(-1) & torch.isfinite(high).all(-1)
-        low, high = (side.masked_fill(~known.unsqueeze(-1), 0.0) for side in (low, high))
-        centre = (q @ ((low + high) / 2).mT).unflatten(1, (2, -1))
-        radius = (q.abs() @ ((high - low) / 2).mT).unflatten(1, (2, -1))
+        # The most that a key could score with q, and with -q; between -least and most lie all keys of the page.
+        both = torch.cat((q, -q), 1).unsqueeze(2).to(low.device)
+        most, least = query_bound(both, low, high, each_row=True).cpu().chunk(2, 1)
+        centre, radius = (((most - least) / 2).unflatten(1, (2, -1)), ((most + least) / 2).unflatten(1, (2, -1)))
+        known = radius.sum((1, 2)).isfinite()
 
         def share(which: int, part: float) -> Tensor:
             """Log of the even share's multiple that a softmax over the pages gives, mean over the group."""
@@ -205,8 +207,9 @@ class CoreFeatures(Source):
             return _log(logits.softmax(-1).nan_to_num_().mean(1), pages)
 
         rows = {"bound_tight": share(0, TIGHT), "bound_loose": share(0, LOOSE), "bound_mean": share(1, MEAN)}
-        rows |= {"centre_best": _centred(centre[:, 0].amax(1)), "centre_mean": _centred(centre[:, 0].mean(1))}
-        rows |= {"radius_best": _centred(radius[:, 0].amax(1))}
+        sizes = {"centre_best": centre[:, 0].amax(1), "centre_mean": centre[:, 0].mean(1)}
+        sizes |= {"radius_best": radius[:, 0].amax(1)}
+        rows |= {name: _centred(size.where(known, 0.0)) for name, size in sizes.items()}
         return {name: pad(row, (0, pages - row.shape[-1])).view(observed.shape) for name, row in rows.items()}
 
     def _words(self, observed: Observed) -> dict[str, Tensor]:

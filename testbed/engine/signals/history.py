@@ -86,11 +86,8 @@ class History(Source):
         return torch.cat(self._queries, 1) if self._queries else None
 
     def bounds(self, observed: Observed) -> tuple[Tensor, Tensor]:
-        """Minimum and maximum key of each page, [S, n, D] float32 each; n may be less than N."""
-        if self._bounds:
-            low, high = torch.cat(self._bounds, 1)
-        else:
-            low, high = (side.float().cpu() for side in observed.key_bounds())
+        """Minimum and maximum key of each page, [S, n, D] each, where the cache has them; n may be less than N."""
+        low, high = torch.cat(self._bounds, 1) if self._bounds else observed.key_bounds()
         return low[:, : observed.shape[2]], high[:, : observed.shape[2]]
 
     def text(self) -> Tensor:

@@ -219,6 +219,7 @@ def test_weights_of_anything_else_are_one_clear_error(tmp_path: Path, monkeypatc
         load_weights(model(), NAMED)
     written(trained_path(model()))
     load_weights(model(), NAMED)
+    load_weights(model(name="the same under another name"), NAMED)
     with pytest.raises(WeightsError, match="trained on model some/model \\(abc\\), here it is some/model \\(other\\)"):
         load_weights(model(fingerprint="other"), NAMED, path)
     with pytest.raises(WeightsError, match=r"other features \(d, e\)"):
