@@ -63,6 +63,21 @@ class Asset:
     build: Callable[[Path, Path, Path], None]
 
 
+def data_dir() -> Path | None:
+    """The folder of outside data, read in place: $TESTBED_DATA, else `shared/data` beside the repository; None without.
+
+    Raises:
+        AssetError: $TESTBED_DATA names no folder.
+    """
+    named = os.environ.get("TESTBED_DATA")
+    folder = Path(named).expanduser() if named else Path(__file__).parents[2] / "shared" / "data"
+    if folder.is_dir():
+        return folder
+    if named:
+        raise AssetError(f"TESTBED_DATA={named}: must be a folder")
+    return None
+
+
 def cache_dir() -> Path:
     """Where assets live: $TESTBED_CACHE, else `testbed` in the user's cache folder. Not created here."""
     named = os.environ.get("TESTBED_CACHE")

@@ -21,7 +21,7 @@ from hydra.utils import get_method
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from testbed.assets import cache_dir
+from testbed.assets import cache_dir, data_dir
 from testbed.code import code_of
 from testbed.heads.calibration import CalibrationConfig, CalibrationError, Tick
 from testbed.heads.headmap import SCHEMA, HeadMap, HeadMapError, Measured
@@ -40,19 +40,21 @@ class Group:
         target: path of the function `(decoder, config, tick) -> dict[str, Measured]`.
         measures: what it gives at least.
         settings: keys of `CalibrationConfig` that its measures depend on.
+        data: folder in the data folder that its texts are read from, where it is; "" = none.
     """
 
     name: str
     target: str
     measures: tuple[str, ...]
     settings: tuple[str, ...]
+    data: str = ""
 
     def measure(self, decoder: Decoder, config: CalibrationConfig, tick: Tick) -> dict[str, Measured]:
         """Runs the function."""
         return get_method(self.target)(decoder, config, tick)
 
     def chosen(self, config: CalibrationConfig) -> dict[str, Any]:
-        """The settings that matter.
+        """The settings that matter, and what there is of the data: names and sizes of its files.
 
         Raises:
             CalibrationError: the YAML names one that there is not.
@@ -63,7 +65,17 @@ class Group:
             raise CalibrationError(
                 f"conf/measure/{self.name}.yaml: settings has {unknown[0]!r}; there are {sorted(known)}"
             )
-        return {key: known[key] for key in self.settings}
+        chosen = {key: known[key] for key in self.settings}
+        return chosen | {self.data: _listed(self.data)} if self.data else chosen
+
+
+def _listed(folder: str) -> str:
+    root = data_dir()
+    files = [] if root is None else sorted(path for path in (root / folder).rglob("*") if path.is_file())
+    if not files:
+        return "not there"
+    listed = "".join(f"{path.name} {path.stat().st_size}\n" for path in files)
+    return f"{len(files)} files, {hashlib.blake2b(listed.encode(), digest_size=4).hexdigest()}"
 
 
 def groups() -> dict[str, Group]:
@@ -74,7 +86,9 @@ def groups() -> dict[str, Group]:
         if entry.name.endswith(".yaml"):
             name = entry.name.removesuffix(".yaml")
             data: Any = OmegaConf.to_container(OmegaConf.create(entry.read_text()))
-            found[name] = Group(name, data["_target_"], tuple(data["measures"]), tuple(data["settings"]))
+            found[name] = Group(
+                name, data["_target_"], tuple(data["measures"]), tuple(data["settings"]), data.get("data", "")
+            )
     return found
 
 

@@ -11,7 +11,6 @@ RedKnot's classes are compared as scores: local 0, retrieval .5, global 1; that 
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ import torch
 from rich.console import Console
 
 from policies.plan import Head
+from testbed.assets import data_dir
 from testbed.heads.agreement import SHARES, Agreement, agreement, chance_overlap
 from testbed.heads.formats import read
 from testbed.heads.imported import FormatError, ImportedMap
@@ -31,7 +31,6 @@ from testbed.results.display import Sheet
 from testbed.results.record import write_atomically
 from testbed.results.table import PLAIN_WIDTH, sheet_table
 
-REPOSITORY = Path(__file__).parents[2]
 FOLDER = "headmaps"
 
 DUO_V2, DUO_V3 = "duoattention/Mistral-7B-Instruct-v0.2.tsv", "duoattention/Mistral-7B-Instruct-v0.3.tsv"
@@ -210,16 +209,16 @@ def headmaps(data: str | None = None) -> Path:
     """The folder of published maps.
 
     Args:
-        data: the data folder; None takes $TESTBED_DATA, else `shared/data` beside the repository.
+        data: the data folder; None = `assets.data_dir`.
 
     Raises:
         PublishedError: there is none.
     """
-    named = data or os.environ.get("TESTBED_DATA") or str(REPOSITORY.parent / "shared" / "data")
-    folder = Path(named).expanduser() / FOLDER
-    if not folder.is_dir():
-        raise PublishedError(f"no published head maps in {folder}; name the data folder (TESTBED_DATA)")
-    return folder
+    root = data_dir() if data is None else Path(data).expanduser()
+    if root is None or not (root / FOLDER).is_dir():
+        where = "" if root is None else f" in {root / FOLDER}"
+        raise PublishedError(f"no published head maps{where}; name the data folder (TESTBED_DATA)")
+    return root / FOLDER
 
 
 def sheet(figures: list[Figure]) -> Sheet:

@@ -206,7 +206,7 @@ def dialogue(decoder: Decoder, length_tokens: int, samples: int, seed: int) -> l
     """Sessions with an agent: what was said by whom; where there are too few, made-up conversations fill up.
 
     What was generated asks for the last result of a tool, and for what system and user said. Sessions come from
-    $TESTBED_DATA/traces/lmcache_agent, those of which the core-token predictor is not judged; those with results first.
+    traces/lmcache_agent in the data folder: those that do not judge the core-token predictor, with results first.
     """
     found = []
     for session in sessions(None, decoder.encode):

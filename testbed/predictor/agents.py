@@ -8,13 +8,13 @@ here); `taubench_*` are two models in conversation, customer and agent, whose ca
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from policies.base import Role
+from testbed.assets import data_dir
 from testbed.workloads.base import Encode
 
 PHASES = ("instruction", "retrieval", "tool_call", "answer")
@@ -48,20 +48,14 @@ class AgentSession:
     pieces: list[Piece]
 
 
-def data_folder() -> Path | None:
-    """$TESTBED_DATA, or None."""
-    named = os.environ.get("TESTBED_DATA")
-    return Path(named).expanduser() if named else None
-
-
 def sessions(data: Path | None, encode: Encode) -> list[AgentSession]:
     """All sessions under data/traces/lmcache_agent, by name; none where there is no such folder.
 
     Args:
-        data: folder of outside data; None = $TESTBED_DATA.
+        data: folder of outside data; None = `assets.data_dir`.
         encode: text to token ids.
     """
-    root = data or data_folder()
+    root = data or data_dir()
     if root is None:
         return []
     out = []

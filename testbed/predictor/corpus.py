@@ -117,7 +117,7 @@ def documents(
         window_tokens: steps of each.
         amounts: documents of each kind.
         text: essays by name or a place of text files; None for the testbed's own.
-        data: folder of outside data; None = $TESTBED_DATA. Without agents' sessions in it the corpus has none.
+        data: folder of outside data; None = `assets.data_dir`. Without agents' sessions in it the corpus has none.
 
     Raises:
         CorpusError: too short to hold windows beyond the recent tokens.
@@ -153,7 +153,11 @@ def contents(corpus: Sequence[Document]) -> str:
         for kind, of_kind in groupby(chosen, lambda each: each.kind):
             found = list(of_kind)
             counts.append(f"{part} {kind}: {len(found)} of {sum(len(each.tokens) for each in found)} tokens")
-    missing = "" if any(each.kind == "agent" for each in corpus) else "; no agents' sessions (TESTBED_DATA is not set)"
+    missing = (
+        ""
+        if any(each.kind == "agent" for each in corpus)
+        else "; no agents' sessions (they are not in the data folder, TESTBED_DATA)"
+    )
     return ", ".join(counts) + missing
 
 

@@ -232,3 +232,17 @@ def test_french_text_is_a_file_a_book_and_a_paragraph_a_chapter(cache: Path, mon
         "02-Exode.txt": "Moïse faisait paître le troupeau.\n",
     }
     assert contents(cache) == [".lock", "french-v1", "french-v1/01-Genese.txt", "french-v1/02-Exode.txt"]
+
+
+def test_outside_data_is_where_it_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESTBED_DATA", str(tmp_path))
+    assert assets.data_dir() == tmp_path
+    monkeypatch.setenv("TESTBED_DATA", f"{tmp_path}/none")
+    with pytest.raises(assets.AssetError, match="TESTBED_DATA=.*none: must be a folder"):
+        assets.data_dir()
+    monkeypatch.delenv("TESTBED_DATA")
+    house = tmp_path / "house"
+    monkeypatch.setattr(assets, "__file__", str(house / "testbed" / "assets.py"))
+    assert assets.data_dir() is None
+    (tmp_path / "shared" / "data").mkdir(parents=True)
+    assert assets.data_dir() == tmp_path / "shared" / "data"

@@ -103,6 +103,23 @@ def test_another_model_or_setting_has_another_file(decoder: HfDecoder, tmp_path:
     assert group_path(changed, TINY, TEXT) != path
 
 
+def test_other_data_or_code_has_another_file(
+    decoder: HfDecoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = groups()["dialogue"]
+    (folder := tmp_path / "data" / group.data).mkdir(parents=True)
+    monkeypatch.setenv("TESTBED_DATA", str(tmp_path / "data"))
+    seen = [group_path(decoder, TINY, group), group_path(decoder, TINY, TEXT)]
+    (folder / "some.jsonl").write_text("{}")
+    seen.append(group_path(decoder, TINY, group))
+    (folder / "some.jsonl").write_text("{  }")
+    seen.append(group_path(decoder, TINY, group))
+    assert group_path(decoder, TINY, TEXT) == seen[1]
+    monkeypatch.setattr(library, "code_of", lambda module, within: f"{module} {within}, changed")
+    seen += [group_path(decoder, TINY, group), group_path(decoder, TINY, TEXT)]
+    assert len(set(seen)) == 6
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [

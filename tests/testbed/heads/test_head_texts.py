@@ -39,11 +39,11 @@ def decoder(tmp_path_factory: pytest.TempPathFactory) -> HfDecoder:
 
 
 @pytest.fixture(autouse=True)
-def own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_texts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     body = " ".join(f"Sentence {at} says nothing at all." for at in range(200))
     for name in ("essays", "foreign_texts"):
         monkeypatch.setattr(f"testbed.assets.{name}", lambda: {f"essay{at}.txt": body for at in range(12)})
-    monkeypatch.delenv("TESTBED_DATA", raising=False)
+    monkeypatch.setenv("TESTBED_DATA", str(tmp_path))
 
 
 def by_tokenize(source: str) -> set[tuple[int, int]]:

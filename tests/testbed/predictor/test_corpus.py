@@ -119,7 +119,8 @@ def test_no_test_text_trains(decoder: HfDecoder, tmp_path: Path) -> None:
 def test_absent_sessions_are_told_and_hashed(
     decoder: HfDecoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("TESTBED_DATA", raising=False)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setenv("TESTBED_DATA", str(tmp_path / "empty"))
     amounts = {"train": Amounts(1, 0, 1, 0), "test": Amounts(1, 0, 1, 0)}
     without = documents(decoder, 1024, amounts=amounts, text=ESSAYS)
     with_them = documents(decoder, 1024, amounts=amounts, text=ESSAYS, data=traces(tmp_path))
