@@ -29,6 +29,7 @@ from torch import Tensor
 
 from policies.base import Predictor, Signals
 from testbed.compose import compose_named
+from testbed.engine.signals.core import LIGHT, NAMES
 from testbed.heads.differentiable import Differentiable
 from testbed.models.base import Decoder
 from testbed.predictor.agents import PHASES
@@ -312,16 +313,26 @@ def _flops(part: Predictor, moment: Moment, signals: Signals) -> float | None:
     return float(sum(counted)) if counted else None
 
 
-def weights_said(decoder: Decoder) -> dict[str, Any]:
-    """Which trained weights were judged: hash of their file, what they were trained on and how.
+WEIGHTS = {"core_score": NAMES, "core_score_light": LIGHT}
+"""Signals that read trained weights, and the features of those."""
+
+
+def weights_said(decoder: Decoder, predictors: Mapping[str, Predictor]) -> dict[str, Any]:
+    """Which trained weights predictors read: by signal the hash of their file, what they were trained on and how.
 
     Raises:
         WeightsError: there are none.
     """
-    path = find_weights(decoder)
-    about = read_weights(path)[1]
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return {"weights": {"sha256": digest, "data": about.data, "seed": about.seed, "settings": about.settings}}
+    needs = frozenset().union(*(part.needs for part in predictors.values()))
+    out = {}
+    for signal, names in WEIGHTS.items():
+        if signal in needs:
+            path = find_weights(decoder, names)
+            about = read_weights(path)[1]
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            said = {"sha256": digest, "data": about.data, "seed": about.seed, "settings": about.settings}
+            out[signal] = {"file": path.name, **said}
+    return {"weights": out} if out else {}
 
 
 def main(args: Sequence[str]) -> None:
@@ -338,7 +349,7 @@ def main(args: Sequence[str]) -> None:
         if cfg.best is None:
             training = [document for document in corpus if document.part == "train"]
             best = best_singles(record(decoder, training, settings, course, bar.fraction))
-        said = weights_said(decoder) if any("core_score" in part.needs for part in predictors.values()) else {}
+        said = weights_said(decoder, predictors)
         done = evaluate(decoder, corpus, predictors, best, course, cfg.points, said, bar.fraction)
     if cfg.record:
         done.write(Path(cfg.record))

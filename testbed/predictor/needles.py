@@ -222,8 +222,7 @@ def main(args: Sequence[str]) -> None:
             "fingerprint": decoder.fingerprint,
             "environment": environment(),
         }
-        if any("core_score" in part.needs for part in predictors.values()):
-            about |= weights_said(decoder)
+        about |= weights_said(decoder, predictors)
         said = {**about, "config": OmegaConf.to_container(cfg, resolve=True), "found": [asdict(each) for each in found]}
         write_atomically(Path(cfg.record), json.dumps(said, indent=1) + "\n")
 

@@ -148,6 +148,11 @@ class Recording:
         """M."""
         return len(self.features)
 
+    def of(self, names: Sequence[str]) -> Recording:
+        """The same with some of the features only, in the order of names."""
+        columns = [self.names.index(name) for name in names]
+        return replace(self, names=tuple(names), features=self.features[..., columns])
+
     def _tensors(self) -> dict[str, Tensor]:
         plain = {key: value for key, value in vars(self).items() if isinstance(value, Tensor)}
         return plain | {f"recall.{name}": value for name, value in self.recall.items()}

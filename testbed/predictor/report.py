@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from testbed.predictor.evaluate import Evaluation
 
 ORACLE = "oracle"  # the truth itself: what the full cache is about to attend to
-LEARNED = ("hybrid", "mlp")
+LEARNED = ("hybrid", "hybrid_light", "mlp", "mlp_light")
 TITLES = {
     "sparse": "recall of the next step's mass, sessions that attend to few pages",
     "full": "recall of the next step's mass, session of the full cache",

@@ -22,12 +22,13 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from testbed.compose import compose_named
+from testbed.engine.signals.core import LIGHT, NAMES
 from testbed.predictor.corpus import documents
 from testbed.predictor.drive import Course
 from testbed.predictor.network import Network, NetworkShape, layer_groups
 from testbed.predictor.recall import SHARES, caught
 from testbed.predictor.recording import Recording, RecordingSettings, data_hash, record
-from testbed.predictor.weights import About, trained_path, write_weights
+from testbed.predictor.weights import About, file_name, trained_path, write_weights
 from testbed.results.progress import Progress as Bar
 
 START = {"mass_fast": 0.5, "mass_last": 0.5}
@@ -257,39 +258,40 @@ def main(args: Sequence[str]) -> None:
     cfg = compose_named("predictor", args)
     torch.set_num_threads(cfg.threads)
     config, decoder = instantiate(cfg.training), instantiate(cfg.model)
-    path = trained_path(decoder) if cfg.weights is None else Path(cfg.weights).expanduser()
     corpus = documents(decoder, **cfg.corpus)
     settings = RecordingSettings(heads_one_in=cfg.heads_one_in, points=cfg.points)
     course = Course(settings.chooser, shares=tuple(cfg.shares), cache=instantiate(cfg.cache))
     parts = {part: [document for document in corpus if document.part == part] for part in ("train", "test")}
     geometry = decoder.geometry
+    about: dict[str, Any] = {
+        "model": decoder.name,
+        "fingerprint": decoder.fingerprint,
+        "data": data_hash(decoder, parts["train"], settings, course),
+        "seed": config.seed,
+        "versions": {"torch": torch.__version__, "python": platform.python_version(), "testbed": version("testbed")},
+        "settings": {**asdict(config), "threads": cfg.threads},
+    }
+    folder = None if cfg.output is None else Path(cfg.output).expanduser()
+    said = []
     with Bar() as bar:
-        recordings = record(decoder, parts["train"], settings, course, bar.fraction)
-        result = train(recordings, geometry.layers, geometry.kv_heads, config, bar.fraction)
-        judged: Mapping[str, Mapping[str, Sequence[float]]] = {}
-        if cfg.judge:
-            judged = judge(
-                result.network, record(decoder, parts["test"], replace(settings, points=0), course, bar.fraction)
-            )
-    about = About(
-        model=decoder.name,
-        fingerprint=decoder.fingerprint,
-        names=recordings[0].names,
-        shape=result.network.shape,
-        data=data_hash(decoder, parts["train"], settings, course),
-        seed=config.seed,
-        versions={"torch": torch.__version__, "python": platform.python_version(), "testbed": version("testbed")},
-        settings={**asdict(config), "threads": cfg.threads},
-        measured=described(result, judged),
-    )
-    write_weights(path, result.network, about)
-    print(printed(about, result, path))
+        learnt = record(decoder, parts["train"], settings, course, bar.fraction)
+        judging = record(decoder, parts["test"], replace(settings, points=0), course, bar.fraction) if cfg.judge else []
+        for names in (NAMES, LIGHT):
+            chosen = [recording.of(names) for recording in learnt]
+            result = train(chosen, geometry.layers, geometry.kv_heads, config, bar.fraction)
+            judged = judge(result.network, [recording.of(names) for recording in judging])
+            this = About(names=names, shape=result.network.shape, measured=described(result, judged), **about)
+            path = trained_path(decoder, names) if folder is None else folder / file_name(decoder, names)
+            write_weights(path, result.network, this)
+            said.append(printed(this, result, path))
+    print("\n".join(said))
 
 
 def printed(about: About, result: Trained, path: Path) -> str:
-    """What the command says in the end."""
+    """What the command says of one network in the end."""
     losses = ", ".join(f"{loss:.3f}" for loss in result.losses)
-    lines = [f"trained on {result.rows} rows in {result.seconds:.0f} s; loss by epoch {losses} nats"]
+    kind = "without key bounds" if about.names == LIGHT else "with key bounds"
+    lines = [f"{kind}: trained on {result.rows} rows in {result.seconds:.0f} s; loss by epoch {losses} nats"]
     for case, by_name in about.measured["recall"].items():
         best = max((name for name in by_name if name != "mlp"), key=lambda name, by_name=by_name: by_name[name][0])
         for name in ("mlp", best):

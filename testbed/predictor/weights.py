@@ -5,6 +5,7 @@ Packaged ones lie in testbed/predictor/weights/, those trained here in $TESTBED_
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -54,24 +55,25 @@ class About:
     measured: dict[str, Any] = field(default_factory=dict)
 
 
-def file_name(decoder: Decoder) -> str:
-    """Of the weights of a model, whatever it is called here."""
-    return f"core-{decoder.fingerprint}.safetensors"
+def file_name(decoder: Decoder, names: Sequence[str]) -> str:
+    """Of the weights of a model, whatever it is called here, for features of those names, in order."""
+    features = hashlib.blake2b(" ".join(names).encode(), digest_size=3).hexdigest()
+    return f"core-{decoder.fingerprint}-{len(names)}-{features}.safetensors"
 
 
-def trained_path(decoder: Decoder) -> Path:
+def trained_path(decoder: Decoder, names: Sequence[str]) -> Path:
     """Where training puts them."""
-    return cache_dir() / "predictors" / file_name(decoder)
+    return cache_dir() / "predictors" / file_name(decoder, names)
 
 
-def find_weights(decoder: Decoder) -> Path:
-    """Of the model: those trained here, else those packaged.
+def find_weights(decoder: Decoder, names: Sequence[str]) -> Path:
+    """Of the model, for features of those names: those trained here, else those packaged.
 
     Raises:
         WeightsError: neither.
     """
-    packaged = resources.files("testbed.predictor") / "weights" / file_name(decoder)
-    for path in (trained_path(decoder), Path(str(packaged))):
+    packaged = resources.files("testbed.predictor") / "weights" / file_name(decoder, names)
+    for path in (trained_path(decoder, names), Path(str(packaged))):
         if path.is_file():
             return path
     raise WeightsError(
@@ -127,7 +129,7 @@ def load_weights(decoder: Decoder, names: Sequence[str], path: Path | None = Non
     Raises:
         WeightsError: see `find_weights` and `read_weights`; weights of another model or of other features.
     """
-    path = find_weights(decoder) if path is None else path
+    path = find_weights(decoder, names) if path is None else path
     network, about = read_weights(path)
     if about.fingerprint != decoder.fingerprint:
         raise WeightsError(

@@ -123,7 +123,7 @@ def test_rules_and_hybrid_put_first_what_is_being_answered() -> None:
         ones = Rules(16, 40).score(signals)[0, 0] == 1.0
         assert set(ones.nonzero().flatten().tolist()) == core
         for nats in (0.0, 1.5):
-            score = Hybrid(16, 40, nats).score(signals)
+            score = Hybrid("core_score", 16, 40, nats).score(signals)
             for stream, plain in zip(score.flatten(0, 1).tolist(), learned.flatten(0, 1).tolist(), strict=True):
                 raised = [value + nats * (page in core) for page, value in enumerate(plain)]
                 expected = sorted(range(PAGES), key=lambda page, raised=raised: (page in fixed, raised[page]))

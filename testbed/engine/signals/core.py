@@ -1,5 +1,7 @@
 """`core_score`: the learned predictor's estimate of the mass each page will draw at the coming step.
 
+`core_score_light` is the same without the pages' key bounds, which take device memory and most of the time.
+
 Its features are what a session has seen when a plan is due, the coming token included. A page's key bounds are taken
 apart into centre and radius: Quest's bound (arXiv 2406.10774), centre . q + radius . |q|, adds the two in full, while
 the best key of a page lies well below it; how far below, the network learns for each head.
@@ -34,6 +36,7 @@ WORDS = ("same_word", "after_word", "after_word_share", "after_pair_share", "aft
 PLACE = ("age", "place", "document", "bm25", "embedding")
 ROLES = tuple(f"role_{role.name.lower()}" for role in Role)
 NAMES = (*MASS, *SHARED_MASS, *QUERY, *WORDS, *PLACE, *ROLES)
+LIGHT = tuple(name for name in NAMES if name not in QUERY)
 _MIX = 1_000_003  # a prime; words next to each other are told apart by their sum with such factors, modulo 2^64
 
 
@@ -44,21 +47,24 @@ class CoreFeatures(Source):
         context: of the session; its decoder says which weights fit.
         weights: file of trained weights; None = those of the model, trained here or packaged. They are read when
             the score is first asked for, so that features can be had before anything is trained.
+        bounds: whether the pages' key bounds are kept and read.
+
+    Attributes:
+        names: of the features, in order.
     """
 
     wants_mass = True
-    wants_queries = True
-    wants_bounds = True
     wants_hidden = True
-    names = NAMES
 
-    def __init__(self, context: SignalContext, weights: str | None = None) -> None:
+    def __init__(self, context: SignalContext, weights: str | None = None, bounds: bool = True) -> None:
         if context.decoder is None:
             raise SignalError("signal core_score: needs a session's decoder")
+        self.wants_bounds = self.wants_queries = bounds
+        self.names, self._name = (NAMES, "core_score") if bounds else (LIGHT, "core_score_light")
         self._decoder, self._path = context.decoder, None if weights is None else Path(weights).expanduser()
         self._network: Network | None = None
         self._groups = layer_groups(self._decoder.geometry.layers, min(GROUPS, self._decoder.geometry.layers))
-        self.history, self.roles = History(context), RoleSource(context)
+        self.history, self.roles = History(context, queries=bounds), RoleSource(context)
         self.retrieval, self.embedding = Retrieval(context), Embedding(context)
         self._hidden = torch.zeros(self._decoder.geometry.layers, self._decoder.width)
 
@@ -116,16 +122,16 @@ class CoreFeatures(Source):
         return torch.cat((_unit(hidden), _unit(word).expand(groups, -1)), 1)
 
     def features(self, observed: Observed) -> Tensor:
-        """[L, Hk, N, F] float32 in the order of `NAMES`; masses as logarithms of multiples of the even share."""
+        """[L, Hk, N, F] float32 in the order of `names`; masses as logarithms of multiples of the even share."""
         shape = observed.shape
         rows: dict[str, Tensor] = {}
         rows |= self._mass(shape)
-        rows |= self._query(observed)
+        rows |= self._query(observed) if self.wants_bounds else {}
         rows |= self._words(observed)
         rows |= self._place(observed)
         # One block a feature: written in a row each, and a product can read it either way round.
-        out = torch.empty(len(NAMES), *shape)
-        for block, name in zip(out, NAMES, strict=True):
+        out = torch.empty(len(self.names), *shape)
+        for block, name in zip(out, self.names, strict=True):
             block.copy_(rows[name].expand(shape))
         return out.permute(1, 2, 3, 0)
 
@@ -137,17 +143,18 @@ class CoreFeatures(Source):
         """
         if self._network is None:
             try:
-                self._network = load_weights(self._decoder, NAMES, self._path)
+                self._network = load_weights(self._decoder, self.names, self._path)
             except WeightsError as error:
-                raise SignalError(f"signal core_score: {error}") from error
+                raise SignalError(f"signal {self._name}: {error}") from error
         return self._network.score(self.features(observed), self.context())
 
     def flops(self, pages: int) -> int:
-        """Of one score of all streams: the queries' products with centres and radii, and the network."""
+        """Of one score of all streams: the queries' products with the bounds, and the network."""
         geometry = self._decoder.geometry
         products = 2 * 2 * 2 * geometry.query_heads * geometry.head_dim * geometry.layers * pages
-        shape = (geometry.layers, geometry.kv_heads, int(self._groups[-1]) + 1, len(NAMES), 2 * self._decoder.width)
-        return products + NetworkShape(*shape).flops(pages)
+        groups, width = int(self._groups[-1]) + 1, 2 * self._decoder.width
+        shape = (geometry.layers, geometry.kv_heads, groups, len(self.names), width)
+        return products * self.wants_bounds + NetworkShape(*shape).flops(pages)
 
     def fork(self) -> CoreFeatures:
         """An independent copy; the weights are shared."""

@@ -26,8 +26,10 @@ class Embedding(Source):
         if context.decoder is None:
             raise SignalError("signal embedding: needs a session's decoder")
         layers = context.decoder.geometry.layers
-        if layer is not None and not 0 <= layer < layers:
-            raise SignalError(f"signals.embedding.layer={layer}: must be 0 to {layers - 1}, or null for the middle one")
+        if layer is not None and not (type(layer) is int and 0 <= layer < layers):
+            raise SignalError(
+                f"signals.embedding.layer={layer!r}: must be 0 to {layers - 1}, or null for the middle one"
+            )
         self.layer = layers // 2 if layer is None else layer
         self.page_tokens, self._decoder = context.page_tokens, context.decoder
         width = context.decoder.width

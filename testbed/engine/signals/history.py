@@ -20,7 +20,8 @@ class History(Source):
     Pages that were not attended to at a step drew no mass as far as anyone saw.
     """
 
-    def __init__(self, context: SignalContext) -> None:
+    def __init__(self, context: SignalContext, queries: bool = True) -> None:
+        self._wants_queries = queries  # and bounds, which are good for nothing without
         self.page_tokens = context.page_tokens
         self._start = WindowMass(context)
         self._averages: Tensor | None = None  # [len(DECAYS), L, Hk, n]
@@ -33,7 +34,7 @@ class History(Source):
     def watch_prefill(self, chunk: PrefillChunk) -> None:
         """Keeps masses and queries of the context's end, and its bounds."""
         self._start.watch_prefill(chunk)
-        if chunk.start + chunk.q.shape[1] < chunk.total:
+        if not self._wants_queries or chunk.start + chunk.q.shape[1] < chunk.total:
             return
         recent = chunk.q[:, -RECENT_QUERIES:].unflatten(0, (chunk.geometry.kv_heads, -1)).float().cpu()
         self._queries = [*self._queries[: chunk.layer], torch.stack((recent[:, :, -1], recent.mean(2)))]
@@ -53,11 +54,13 @@ class History(Source):
     def watch_step(self, view: StepView) -> None:
         """Moves the averages by the run's tokens at once."""
         assert view.mass is not None
-        assert view.queries is not None
         mass = view.mass.float().cpu()
         old = self.averages(tuple(mass.shape))  # type: ignore[arg-type]
         kept = torch.tensor([decay**view.tokens for decay in DECAYS]).view(-1, 1, 1, 1)
         self._averages, self._last = kept * old + (1.0 - kept) * mass, mass
+        if not self._wants_queries:
+            return
+        assert view.queries is not None
         queries = []
         for layer, each in enumerate(view.queries):
             recent = each[:, :, -RECENT_QUERIES:].float().cpu()

@@ -22,8 +22,10 @@ class Retrieval(Source):
     """
 
     def __init__(self, context: SignalContext, neighbour_tokens: int = 8) -> None:
-        if neighbour_tokens < 0:
-            raise SignalError(f"signals.retrieval.neighbour_tokens={neighbour_tokens}: must be 0 or more")
+        if type(neighbour_tokens) is not int or neighbour_tokens < 0:
+            raise SignalError(
+                f"signals.retrieval.neighbour_tokens={neighbour_tokens!r}: must be a whole number of at least 0"
+            )
         self.page_tokens, self.neighbour_tokens = context.page_tokens, neighbour_tokens
         self._text: list[Tensor] = []  # joined when a turn asks
         self._index = torch.zeros(3, 0, dtype=torch.long)  # (token, page, how often) of the pages that are complete

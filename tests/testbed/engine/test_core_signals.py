@@ -15,9 +15,10 @@ from torch import Tensor
 
 from policies.base import Role
 from testbed.compose import compose_policy
+from testbed.engine.prefill import prefill
 from testbed.engine.session import Session
 from testbed.engine.signals import Observed, PrefillChunk, SignalContext, SignalError, StepView
-from testbed.engine.signals.core import FLOOR, NAMES, CoreFeatures
+from testbed.engine.signals.core import FLOOR, LIGHT, NAMES, CoreFeatures
 from testbed.engine.signals.embedding import Embedding
 from testbed.engine.signals.history import DECAYS, History
 from testbed.engine.signals.locked import Locked
@@ -196,8 +197,6 @@ class Watched:
         run = Run().start(compose_policy("full"), [1])  # for its configuration
         context = SignalContext(PAGE, dict, decoder())
         self.session = Session(decoder(), run.policy, run.config, context, watch=frozenset({"core_score"}))
-        from testbed.engine.prefill import prefill
-
         dense = prefill(decoder(), TOKENS[:CONTEXT], torch.float32, list(self.session.sources.values()))
         self.session.start(dense)
         self.session.extend(TOKENS[CONTEXT : CONTEXT + TURN])
@@ -316,6 +315,29 @@ def test_features_are_finite_and_a_saved_source_goes_on_alike(watched: Watched) 
     fork.watch_turn(torch.tensor([3]))
     assert torch.equal(watched.source.features(observed), before)
     assert not torch.equal(fork.features(observed), before)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_light_features_are_the_others_without_bounds(steps: int) -> None:
+    run = Run().start(compose_policy("full"), [1])
+    sessions = []
+    for name in ("core_score", "core_score_light"):
+        context = SignalContext(PAGE, dict, decoder())
+        session = Session(decoder(), run.policy, run.config, context, watch=frozenset({name}))
+        session.start(prefill(decoder(), TOKENS[:CONTEXT], torch.float32, list(session.sources.values())))
+        decode(session, TOKENS[CONTEXT : CONTEXT + steps])
+        source = cast(CoreFeatures, session.sources[name])
+        source.watch_next(torch.tensor(TOKENS[-1:]))
+        sessions.append((session, source, source.features(session.observed())))
+    (full, heavy, every), (lean, light, some) = sessions
+    assert full.cache.keeps_bounds
+    assert not lean.cache.keeps_bounds
+    assert not lean.wants_queries
+    assert torch.equal(some, every[..., [NAMES.index(name) for name in LIGHT]])
+    assert set(NAMES) - set(LIGHT) == {name for name in NAMES if name.startswith(("bound_", "centre_", "radius_"))}
+    assert light.flops(100) < heavy.flops(100)
+    with pytest.raises(SignalError, match="signal core_score_light: no trained weights"):
+        light.value(lean.observed())
 
 
 def test_before_the_first_step_bounds_are_the_contexts_own() -> None:

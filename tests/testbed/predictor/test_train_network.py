@@ -217,7 +217,7 @@ def test_weights_of_anything_else_are_one_clear_error(tmp_path: Path, monkeypatc
     load_weights(model(), NAMED, path)
     with pytest.raises(WeightsError, match=r"no trained weights of model some/model .*predictor train model=.*judges"):
         load_weights(model(), NAMED)
-    written(trained_path(model()))
+    written(trained_path(model(), NAMED))
     load_weights(model(), NAMED)
     load_weights(model(name="the same under another name"), NAMED)
     with pytest.raises(WeightsError, match="trained on model some/model \\(abc\\), here it is some/model \\(other\\)"):
@@ -289,6 +289,9 @@ def test_a_recorded_session_can_be_learnt_from_and_scored(tmp_path: Path) -> Non
     watching = replace(course(frozenset(SINGLES.values())), beside=frozenset({"core_score"}))
     made = record_document(document(), decoder(), settings, watching, None)
     geometry = decoder().geometry
+    fewer = made.of(("age", "mass_fast"))
+    assert torch.equal(fewer.features[..., 1], made.features[..., made.names.index("mass_fast")])
+    assert train([fewer], geometry.layers, geometry.kv_heads, QUICK).network.shape.features == 2
     result = train([made], geometry.layers, geometry.kv_heads, QUICK)
     assert result.losses[-1] < result.losses[0]
     about = About(decoder().name, decoder().fingerprint, made.names, result.network.shape, "", 0)
