@@ -325,7 +325,8 @@ def test_light_features_are_the_others_without_bounds(steps: int) -> None:
         context = SignalContext(PAGE, dict, decoder())
         session = Session(decoder(), run.policy, run.config, context, watch=frozenset({name}))
         session.start(prefill(decoder(), TOKENS[:CONTEXT], torch.float32, list(session.sources.values())))
-        decode(session, TOKENS[CONTEXT : CONTEXT + steps])
+        for token in TOKENS[CONTEXT : CONTEXT + steps]:
+            session.step(token)
         source = cast(CoreFeatures, session.sources[name])
         source.watch_next(torch.tensor(TOKENS[-1:]))
         sessions.append((session, source, source.features(session.observed())))

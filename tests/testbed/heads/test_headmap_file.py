@@ -70,7 +70,7 @@ def test_ties_are_heads_that_share_their_value() -> None:
 
 
 def test_file_holds_the_map(tmp_path: Path) -> None:
-    made = head_map().with_evidence({"chance": {"0.15": 0.123456789}}).with_verdict("duo", {"beats_random": False})
+    made = head_map().with_evidence({"chance": {"0.15": 0.123456789}}).with_verdict("duo", {"beats_random": False, "why": "x"})
     made.write(tmp_path / "a" / "map.json")
     read = HeadMap.read(tmp_path / "a" / "map.json")
     for name, measured in made.measures.items():
@@ -127,7 +127,17 @@ def changed(change: str, tmp_path: Path) -> Path:
         del data["measures"]
     elif change == "words":
         value[0][0] = "high"
-    (tmp_path / "map.json").write_text("[1" if change == "cut" else json.dumps(data))
+    elif change == "big":
+        value[0][0] = 10**400
+    elif change == "each nan":
+        data["measures"]["retrieval_score"]["each"][2][1][0] = float("nan")
+    elif change == "low above high":
+        data["measures"]["retrieval_score"]["low"][2][1] = 9
+    elif "=" in change:
+        key, _, text = change.partition("=")
+        (data if key in data else data["measures"]["retrieval_score"])[key] = json.loads(text)
+    text = {"cut": "[1", "deep": '{"a":' * 100_000}.get(change, json.dumps(data))
+    (tmp_path / "map.json").write_text(text)
     return tmp_path / "map.json"
 
 
@@ -144,6 +154,20 @@ def changed(change: str, tmp_path: Path) -> Path:
         ("no measures", "not a head map"),
         ("words", "not a head map"),
         ("cut", "not a head map"),
+        ("deep", "not a head map"),
+        ("big", "not a head map"),
+        ("each nan", "measure retrieval_score: each: sample 2, layer 1, head 0 is not a number"),
+        ("low above high", "measure retrieval_score: low: layer 2, head 1 lies above high"),
+        ("layers=Infinity", "layers=inf: must be a whole number of at least 1"),
+        ("layers=3.5", "layers=3.5: must be a whole number of at least 1"),
+        ("kv_heads=0", "kv_heads=0: must be a whole number of at least 1"),
+        ("query_heads=true", "query_heads=True: must be a whole number of at least 1"),
+        ("samples=Infinity", "measure retrieval_score: samples=inf: must be a whole number of at least 1"),
+        ("length_tokens=[1, Infinity]", "measure retrieval_score: length_tokens=inf: must be a whole number"),
+        ("length_tokens=5", "not a head map"),
+        ('verdicts={"a": 5}', "verdict a: holds 5, must have beats_random, true or false"),
+        ('verdicts={"a": {}}', "verdict a: holds {}, must have beats_random, true or false"),
+        ('verdicts={"a": {"beats_random": true}}', "verdict a: holds {'beats_random': True}, must have why, a text"),
     ],
 )
 def test_spoilt_file_is_one_clear_error(change: str, said: str, tmp_path: Path) -> None:
