@@ -26,6 +26,7 @@ RESAMPLES = 1000
 LEVEL = 0.95
 UNITS = ("share", "bits", "tokens", "nats", "ratio", "score")
 ARRAYS = ("value", "mean", "low", "high")
+SHAPE = ("layers", "kv_heads", "query_heads")
 
 
 class HeadMapError(ValueError):
@@ -66,12 +67,19 @@ class Measured:
             if not bool(torch.isfinite(given).all()):
                 layer, head = (int(x) for x in (~torch.isfinite(given)).nonzero()[0])
                 raise HeadMapError(f"{key}: layer {layer}, head {head} is {float(given[layer, head])}, not a number")
-        if self.samples < 1:
-            raise HeadMapError(f"samples={self.samples}: must be at least 1")
+        if bool((self.low > self.high).any()):
+            layer, head = (int(x) for x in (self.low > self.high).nonzero()[0])
+            raise HeadMapError(f"low: layer {layer}, head {head} lies above high")
+        check_whole("samples", self.samples, 1)
+        for length in self.length_tokens:
+            check_whole("length_tokens", length, 1)
         if self.unit not in UNITS:
             raise HeadMapError(f"unit={self.unit!r}: must be one of {', '.join(UNITS)}")
         if self.each is not None and self.each.shape != (self.samples, *self.value.shape):
             raise HeadMapError(f"each: shape {tuple(self.each.shape)}, must be [{self.samples}, L, Hk]")
+        if self.each is not None and not bool(torch.isfinite(self.each).all()):
+            sample, layer, head = (int(x) for x in (~torch.isfinite(self.each)).nonzero()[0])
+            raise HeadMapError(f"each: sample {sample}, layer {layer}, head {head} is not a number")
 
     @staticmethod
     def of(
@@ -141,7 +149,9 @@ class HeadMap:
     verdicts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Checks every measure's shape."""
+        """Checks numbers of heads, and every measure's shape."""
+        for key in SHAPE:
+            check_whole(key, getattr(self, key), 1)
         for name, measured in self.measures.items():
             if measured.value.shape != (self.layers, self.kv_heads):
                 raise HeadMapError(
@@ -207,7 +217,7 @@ class HeadMap:
         """
         head = {
             "schema": SCHEMA,
-            **{key: getattr(self, key) for key in ("model", "fingerprint", "layers", "kv_heads", "query_heads")},
+            **{key: getattr(self, key) for key in ("model", "fingerprint", *SHAPE)},
             **{key: dict(getattr(self, key)) for key in ("settings", "evidence", "verdicts")},
         }
         lines = [f"{json.dumps(key)}: {json.dumps(_rounded(value, digits))}" for key, value in head.items()]
@@ -232,22 +242,39 @@ class HeadMap:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             if data["schema"] != SCHEMA:
                 raise HeadMapError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
-            numbers = {key: int(data[key]) for key in ("layers", "kv_heads", "query_heads")}
             return HeadMap(
                 model=str(data["model"]),
                 fingerprint=str(data["fingerprint"]),
-                **numbers,
+                **{key: data[key] for key in SHAPE},
                 measures={str(name): _measured(name, each) for name, each in data["measures"].items()},
                 settings=dict(data["settings"]),
                 evidence=dict(data["evidence"]),
-                verdicts=dict(data["verdicts"]),
+                verdicts={str(name): read_verdict(name, each) for name, each in data["verdicts"].items()},
             )
         except HeadMapError as error:
             raise HeadMapError(f"{path}: {error}") from error
         except OSError as error:
             raise HeadMapError(f"{path}: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise HeadMapError(f"{path}: not a head map ({type(error).__name__}: {error})") from error
+
+
+def read_verdict(name: str, data: Any) -> dict[str, Any]:
+    """A verdict about a classifier from JSON values.
+
+    Raises:
+        HeadMapError: it does not say whether the classifier beats chance, and why.
+    """
+    for key, kind, said in (("beats_random", bool, "true or false"), ("why", str, "a text")):
+        if not isinstance(data, Mapping) or not isinstance(data.get(key), kind):
+            raise HeadMapError(f"verdict {name}: holds {str(data)[:40]}, must have {key}, {said}")
+    return dict(data)
+
+
+def check_whole(key: str, value: object, least: int) -> None:
+    """Raises HeadMapError naming key and value unless value is a whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise HeadMapError(f"{key}={value!r}: must be a whole number of at least {least}")
 
 
 def _rounded(value: Any, digits: int) -> Any:
@@ -277,11 +304,11 @@ def _measured(name: str, data: Mapping[str, Any]) -> Measured:
         each = torch.tensor(data["each"], dtype=torch.float32) if "each" in data else None
         return Measured(
             **arrays,
-            samples=int(data["samples"]),
+            samples=data["samples"],
             task=str(data["task"]),
             unit=str(data["unit"]),
             each=each,
-            length_tokens=tuple(int(length) for length in data["length_tokens"]),
+            length_tokens=tuple(data["length_tokens"]),
         )
     except HeadMapError as error:
         raise HeadMapError(f"measure {name}: {error}") from error

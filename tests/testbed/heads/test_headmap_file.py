@@ -70,7 +70,11 @@ def test_ties_are_heads_that_share_their_value() -> None:
 
 
 def test_file_holds_the_map(tmp_path: Path) -> None:
-    made = head_map().with_evidence({"chance": {"0.15": 0.123456789}}).with_verdict("duo", {"beats_random": False, "why": "x"})
+    made = (
+        head_map()
+        .with_evidence({"chance": {"0.15": 0.123456789}})
+        .with_verdict("duo", {"beats_random": False, "why": "x"})
+    )
     made.write(tmp_path / "a" / "map.json")
     read = HeadMap.read(tmp_path / "a" / "map.json")
     for name, measured in made.measures.items():
