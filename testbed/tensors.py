@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
+
+from testbed.files import replacing
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
@@ -17,11 +18,9 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str,
         path: of the file; its folder is made.
         tensors: by name.
         about: texts kept beside them.
+
+    Raises:
+        OSError: see `replacing`.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        save_file({name: x.contiguous() for name, x in tensors.items()}, partial, dict(about))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with replacing(path) as partial:
+        partial.write_bytes(save({name: x.contiguous() for name, x in tensors.items()}, dict(about)))

@@ -6,17 +6,15 @@ reader finds the old record, the new one or none, never half of one.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
-import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from testbed.files import replacing
 from testbed.results.names import UNITS
 
 SCHEMA = 2
@@ -222,21 +220,13 @@ def write_atomically(path: Path, text: str) -> None:
     """Replaces a text file in one step.
 
     Raises:
-        RecordError: the file system refused; nothing half-written stays.
+        RecordError: see `replacing`; nothing half-written stays.
     """
-    temporary = path.parent / f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        with replacing(path) as partial:
+            partial.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise RecordError(f"{path}: cannot write: {error.strerror or error}") from error
-    finally:
-        with contextlib.suppress(OSError):  # gone after the rename
-            temporary.unlink()
+        raise RecordError(f"{path}: cannot write: {error.strerror}") from error
 
 
 def load(path: str | Path) -> Record:

@@ -15,7 +15,6 @@ import warm
 from hypothesis import given
 from hypothesis import strategies as st
 
-from testbed.results import record as module
 from testbed.results.record import FILE_NAME, Number, Record, RecordError, load, save
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -177,7 +176,7 @@ def test_failing_rename_leaves_no_temporary_file(tmp_path: Path, monkeypatch: py
     def refuse(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.os, "replace", refuse)
+    monkeypatch.setattr("testbed.files.os.replace", refuse)
     with pytest.raises(RecordError, match="No space left on device"):
         save(make(), tmp_path)
     assert os.listdir(tmp_path) == []
