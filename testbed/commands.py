@@ -1,21 +1,26 @@
-"""What all commands share: one clear line for what the user can mend, exit codes, no trace."""
+"""What all commands share: one clear line for what the user can mend, exit codes, no trace; keys that they share."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from testbed.workloads.base import check_whole
 
 BAD_INPUT, INTERRUPTED = 2, 130
 HELP = ("-h", "--help")
+OURS = ("kernels", "policies", "testbed")
 MENDABLE = (ValueError, RuntimeError, OSError, HydraException, OmegaConfBaseException)
 
 
@@ -41,7 +46,7 @@ def guarded(command: Callable[[], object], folder_key: str = "") -> None:
 
 
 class CommandError(ValueError):
-    """No such command."""
+    """A command line that can't be followed."""
 
 
 def dispatch(package: str, about: str | None, commands: Sequence[str], args: Sequence[str]) -> None:
@@ -88,6 +93,64 @@ def job(command: Callable[[], object]) -> None:
         raise
 
 
+def set_threads(threads: object) -> None:
+    """Sets the compute threads of this process; None leaves all cores.
+
+    Raises:
+        WorkloadError: not a whole number of at least 1.
+        CommandError: more than there are cores.
+    """
+    if threads is None:
+        return
+    check_whole("threads", threads, 1)
+    assert isinstance(threads, int)
+    cores = os.cpu_count() or 1
+    if threads > cores:
+        raise CommandError(f"threads={threads}: this machine has {cores} cores; or null for all of them")
+    import torch  # here, so that help does not wait for it
+
+    torch.set_num_threads(threads)
+
+
+def check_keys(key: str, node: object, known: Collection[str]) -> dict[str, Any]:
+    """The plain values of a config node that holds these keys and no others.
+
+    Raises:
+        CommandError: it does not; names the key.
+    """
+    if not isinstance(node, DictConfig) or set(node) != set(known):
+        raise CommandError(f"{key}={node!r}: must hold the keys {', '.join(known)} and no others")
+    plain: Any = OmegaConf.to_container(node, resolve=True)
+    return plain
+
+
+def check_output(key: str, path: object, folder: bool = False) -> Path | None:
+    """Where a command will write when its work is done, looked at before; None where it is given none.
+
+    Args:
+        key: that names it.
+        path: of a file, or of a folder for files.
+        folder: which of the two.
+
+    Raises:
+        CommandError: nothing can be written there.
+    """
+    if path is None:
+        return None
+    what = "folder" if folder else "file"
+    if not isinstance(path, str) or not path:
+        raise CommandError(f"{key}={path!r}: must be the path of a {what}, or null")
+    target = Path(path).expanduser()
+    if target.exists() and not (target.is_dir() if folder else target.is_file()):
+        raise CommandError(f"{key}={path}: is there and is no {'folder' if folder else 'regular file'}")
+    place = target.resolve() if folder else target.resolve().parent
+    while not place.exists():
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise CommandError(f"{key}={path}: {place} is no folder that can be written to")
+    return target
+
+
 def describe(error: BaseException) -> str:
     """An error in one line."""
     cause = error.__cause__
@@ -95,7 +158,8 @@ def describe(error: BaseException) -> str:
         return _unknown_key(cause) or _one_line(f"{error} {str(cause).splitlines()[0]}")
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    plain = isinstance(error, (ValueError, HydraException, OmegaConfBaseException))
+    ours = type(error).__module__.partition(".")[0] in OURS
+    plain = ours or isinstance(error, (ValueError, HydraException, OmegaConfBaseException))
     return _one_line(f"{'' if plain else type(error).__name__ + ': '}{error}")
 
 

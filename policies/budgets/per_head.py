@@ -12,9 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from policies.base import Head, PoolLayout, Share, Signals
+from policies.base import Head, PolicyError, PoolLayout, Share, Signals
 from policies.budgets.windows import check_classes, class_pools, class_share
 from policies.checks import head_classes, head_signal, require_name, require_number, require_whole
+
+WINDOWS = "head_window"
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,7 @@ class PerHead:
     """LOCAL heads keep the pages of their own window, SPECIAL ones so many chosen tokens, others everything.
 
     Attributes:
-        window: signal [L, Hk], tokens; 0 = the whole context.
+        window: signal [L, Hk], tokens; 0 = the whole context. Signals in tokens are named head_window...
         safety_factor: what it is multiplied by.
         least_tokens: no window is shorter.
         special_tokens: as of `PerClass`.
@@ -44,6 +46,8 @@ class PerHead:
     def __post_init__(self) -> None:
         """Refuses numbers out of range."""
         require_name(self, "window")
+        if not self.window.startswith(WINDOWS):
+            raise PolicyError(f"PerHead.window={self.window!r}: must be a signal in tokens, named {WINDOWS}...")
         require_number(self, "safety_factor", 0)
         for key in ("least_tokens", "special_tokens", "local_update_steps", "special_update_steps"):
             require_whole(self, key, 1)

@@ -13,19 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from testbed.assets import AssetError
+from testbed.commands import check_keys, check_output, set_threads
 from testbed.heads import show
 from testbed.heads.calibration import CalibrationConfig, CalibrationError
 from testbed.heads.configured import composed
 from testbed.heads.evidence import evidence, longer
 from testbed.heads.headmap import HeadMap, HeadMapError, Measured
 from testbed.heads.library import Group, Progress, group_path, groups, measure_group
+from testbed.heads.verdict import locked
 from testbed.models.base import Decoder
 from testbed.results.progress import Progress as Bar
 from testbed.setup import build
-from testbed.workloads.base import check_whole
+from testbed.workloads.base import check_distinct, check_list, check_whole
 
 
 @dataclass(frozen=True)
@@ -56,14 +58,22 @@ class Plan:
         for key, least in (("lengths", 64), ("seeds", 0)):
             for value in getattr(self, key):
                 check_whole(f"evidence.{key}", value, least)
+            check_distinct(f"evidence.{key}", getattr(self, key))
 
     @staticmethod
     def of(cfg: DictConfig) -> Plan:
         """From conf/heads.yaml."""
-        chosen = cfg.groups if cfg.groups is not None else [name for name in groups() if name not in cfg.slow]
-        given: Any = OmegaConf.to_container(cfg.evidence, resolve=True)
-        lists = {key: tuple(given[key]) for key in ("lengths", "seeds", "seed_groups")}
-        return Plan(tuple(map(str, chosen)), **lists)
+        slow = _listed("slow", cfg.slow)
+        chosen = (
+            [name for name in groups() if name not in slow] if cfg.groups is None else _listed("groups", cfg.groups)
+        )
+        given = check_keys("evidence", cfg.evidence, ("lengths", "seeds", "seed_groups"))
+        return Plan(tuple(map(str, chosen)), **{key: _listed(f"evidence.{key}", given[key]) for key in given})
+
+
+def _listed(key: str, values: object) -> tuple[Any, ...]:
+    """A list that may be empty."""
+    return () if values == [] else check_list(key, values)
 
 
 @dataclass(frozen=True)
@@ -144,20 +154,23 @@ def main(args: list[str]) -> None:
     if words:
         raise CalibrationError(f"analyse takes key=value, and was given {words[0]!r}")
     plan, config = Plan.of(cfg), build(cfg.calibration, "calibration")
-    if cfg.threads is not None:
-        check_whole("threads", cfg.threads, 1)
-        torch.set_num_threads(cfg.threads)
+    output = check_output("output", cfg.output)
+    set_threads(cfg.threads)
     with Bar() as bar:
         bar.start("loading the model")
         decoder = build(cfg.model, "model")
+        path = output or default_path(decoder, config)
+        replaced(path)  # what is no head map is told now, not after the measuring
         try:
             head_map = analyse(decoder, config, plan, bar.fraction)
         except KeyboardInterrupt:
             bar.note("interrupted; groups of measures that were finished are kept, the same command goes on from there")
             raise
-    path = Path(cfg.output) if cfg.output else default_path(decoder, config)
-    head_map = keep_verdicts(head_map, path)
-    head_map.write(path)
+    with locked():
+        before = replaced(path)
+        if before is not None and before.fingerprint == head_map.fingerprint:
+            head_map = replace(head_map, verdicts=before.verdicts)
+        head_map.write(path)
     show.show(head_map, sys.stdout)
     print(f"peak memory: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 2**30:.2f} GiB")
     print(f"head map: {path}")
@@ -168,12 +181,13 @@ def default_path(decoder: Decoder, config: CalibrationConfig) -> Path:
     return group_path(decoder, config, groups()["text"]).parent / "map.json"
 
 
-def keep_verdicts(head_map: HeadMap, path: Path) -> HeadMap:
-    """The map with the verdicts of the one it replaces, if that is of the same weights."""
-    if not path.exists():
-        return head_map
+def replaced(path: Path) -> HeadMap | None:
+    """The map that a new one will replace; None where there is none.
+
+    Raises:
+        HeadMapError: there is another file.
+    """
     try:
-        before = HeadMap.read(path)
+        return HeadMap.read(path) if path.exists() else None
     except HeadMapError as error:
         raise HeadMapError(f"output: {error}; name another file, this one is no head map to replace") from error
-    return replace(head_map, verdicts=before.verdicts) if before.fingerprint == head_map.fingerprint else head_map

@@ -36,7 +36,7 @@ class Verdict:
     Attributes:
         beats_random: passes all three tests.
         difference: mean KL on needles less that of the random maps, nats; below 0 is better.
-        low, high: its 95 % interval.
+        low, high: its 95 % interval; infinite with a single context.
         p: of the sign test over contexts.
         p_map: how likely a further random map is at least as good, by rank.
         samples, contexts, random_maps: how many.
@@ -44,7 +44,7 @@ class Verdict:
         random_as_good: how many of the random maps are at least as good.
         kl_random_low, kl_random_high: the best and the worst random map.
         loss, loss_random: mean loss of the right answer beyond the full cache's, nats a token.
-        text_kl, text_kl_random: mean KL on plain text.
+        text_kl, text_kl_random: mean KL on plain text; NaN without any.
         device_bytes, device_bytes_random: mean over samples.
         heads: class -> heads.
         why: in words.
@@ -74,8 +74,9 @@ class Verdict:
     why: str
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values."""
-        return asdict(self)
+        """As JSON values: numbers that nobody could tell, as an interval from one context, are None."""
+        unknown = {key for key, value in vars(self).items() if isinstance(value, float) and not math.isfinite(value)}
+        return {key: None if key in unknown else value for key, value in asdict(self).items()}
 
 
 def judge(trials: Sequence[Trial], name: str, controls: Sequence[str], classes: Tensor, reason: str = "") -> Verdict:
@@ -177,7 +178,9 @@ def _words(facts: Mapping[str, Any], beats: bool, reason: str) -> str:
         f"{facts['kl_random']:.3g} on average ({facts['kl_random_low']:.3g} to {facts['kl_random_high']:.3g})"
     )
     failed = []
-    if facts["high"] >= 0:
+    if math.isinf(facts["high"]):
+        failed.append(f"{facts['contexts']} context gives no interval")
+    elif facts["high"] >= 0:
         failed.append(f"the difference may be 0 or worse (95 % up to {facts['high']:+.2g})")
     if facts["p"] > LEVEL:
         failed.append(f"it is not better in enough contexts (p {facts['p']:.2g})")

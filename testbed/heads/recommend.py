@@ -17,6 +17,7 @@ from torch import Tensor
 
 from policies.base import Head
 from testbed.cache.layout import CacheConfig
+from testbed.commands import check_output
 from testbed.heads.configured import composed
 from testbed.heads.formats import to_redknot, write
 from testbed.heads.headmap import HeadMap, HeadMapError
@@ -106,12 +107,12 @@ def told(found: Recommended, worth: Worth, place: Place, budget_bytes: int) -> l
 def caveats(head_map: HeadMap, measure: str) -> list[str]:
     """What must be said of the measure: classifiers that read it alone and did not beat chance."""
     said = {**kept(head_map.fingerprint), **head_map.verdicts}
-    return [
-        f"{line}"
+    read_alone = {
+        name: verdict
         for name, verdict in said.items()
-        if verdict.get("identity", "").endswith(f"({measure})") and not verdict["beats_random"]
-        for line in lines({name: verdict})
-    ]
+        if str(verdict.get("identity")).endswith(f"({measure})") and not verdict["beats_random"]
+    }
+    return list(lines(read_alone))
 
 
 def main(args: list[str]) -> None:
@@ -126,6 +127,7 @@ def main(args: list[str]) -> None:
     fraction, length = cfg.budget.fraction, cfg.length
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
         raise HeadMapError(f"budget.fraction={fraction!r}: must be above 0 and at most 1")
+    folder = check_output("out", cfg.out, folder=True)
     head_map = HeadMap.read(words[0])
     worth = Worth.of(head_map, cfg.importance)
     search: Search = build(cfg.search, "search")
@@ -133,13 +135,15 @@ def main(args: list[str]) -> None:
     decoder: Decoder = build(cfg.model, "model")
     head_map.check_model(decoder)
     geometry = decoder.geometry
+    limit = geometry.max_context_tokens
+    if limit is not None and isinstance(length, int) and length > limit:
+        raise HeadMapError(f"length={length}: must be at most {limit}, the limit of {decoder.name}")
     place = Place.of(geometry.layers, geometry.kv_heads, geometry.head_dim, cache, length)
     budget_bytes = int(fraction * place.full_bytes)
     found = recommend(worth, place, search, budget_bytes)
     about = [*told(found, worth, place, budget_bytes), *caveats(head_map, worth.measure)]
     print("\n".join(about))
-    if cfg.out is not None:
-        folder = Path(str(cfg.out))
+    if folder is not None:
         classes = worth.classes(found.strategy)
         print(f"config: {write_experiment(folder, found, classes, place, float(fraction), about)}")
         print(f"run it: python -m testbed.run --config-dir {folder} experiment={NAME}")

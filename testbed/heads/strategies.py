@@ -26,6 +26,7 @@ from policies.formats.one import FORMATS
 from policies.plan import PageBytes
 from policies.ranks import places
 from testbed.cache.layout import CacheConfig, Hot
+from testbed.heads.calibration import CalibrationConfig
 from testbed.heads.headmap import HeadMap, HeadMapError
 from testbed.workloads.base import check_fraction, check_list, check_whole
 
@@ -193,11 +194,19 @@ class Worth:
 
         Raises:
             HeadMapError: the map lacks the measure, or every one that tells what heads are worth.
+            WorkloadError: the window that it was measured with is no number of tokens.
         """
         known = [name for name in WORTH if name in head_map.measures]
         if measure is None and not known:
             raise HeadMapError(f"the head map has none of {', '.join(WORTH)}: say importance=MEASURE")
         name = measure or known[0]
+        settings = head_map.settings.get("calibration", head_map.settings)  # of `analyse`, or of a group of measures
+        if not isinstance(settings, Mapping):
+            raise HeadMapError(
+                f"settings.calibration={settings!r}: must hold the settings that heads were measured with"
+            )
+        cut_tokens = settings.get("local_window_tokens", CalibrationConfig.local_window_tokens)
+        check_whole("settings.local_window_tokens", cut_tokens, 1)
         value = head_map.measure(name).value
         place = places(value.flatten())
         order = place.long().argsort()
@@ -211,7 +220,7 @@ class Worth:
             needle=value.flatten()[order].clamp(min=0).double(),
             text=text.flatten()[order].clamp(min=0).double(),
             reach=None if reach is None else reach.double(),
-            cut_tokens=int(head_map.settings.get("local_window_tokens", 128)),
+            cut_tokens=cut_tokens,
             order=place.reshape(value.shape).long(),
         )
 

@@ -7,9 +7,11 @@ into the map, or, where none is named, kept for the model; whatever shows a map 
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -22,11 +24,12 @@ from torch import Tensor
 from policies.base import Classifier, Head, Phase, Plan, Policy, PolicyError, Signals
 from testbed.assets import cache_dir
 from testbed.cache.layout import CacheConfig
+from testbed.commands import check_output, set_threads
 from testbed.compose import compose_policy
 from testbed.engine.signals import SignalContext
 from testbed.heads import trial
 from testbed.heads.configured import composed
-from testbed.heads.headmap import HeadMap, HeadMapError
+from testbed.heads.headmap import HeadMap, HeadMapError, read_verdict
 from testbed.heads.judge import Verdict, judge, reason
 from testbed.heads.library import head_measures
 from testbed.models.base import Decoder, Geometry
@@ -35,7 +38,7 @@ from testbed.results.progress import Progress
 from testbed.results.record import write_atomically
 from testbed.results.table import PLAIN_WIDTH, sheet_table
 from testbed.setup import build
-from testbed.workloads.base import Sample
+from testbed.workloads.base import Sample, check_list
 
 POLICY = "redknot"
 
@@ -172,27 +175,57 @@ def kept(fingerprint: str) -> dict[str, dict[str, Any]]:
     """Classifier -> verdict, of this machine over those that come with the testbed; empty for an unknown model.
 
     Raises:
-        HeadMapError: a file that is no such thing.
+        HeadMapError: a file that is no such thing; names it.
     """
     found: dict[str, dict[str, Any]] = {}
     shipped = resources.files("testbed.heads") / "verdicts" / f"{fingerprint}.json"
     for path in (shipped, kept_path(fingerprint)):
         if not path.is_file():
             continue
-        try:
-            found |= {str(name): dict(verdict) for name, verdict in json.loads(path.read_text()).items()}
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise HeadMapError(f"{path}: not verdicts ({error}); delete the file") from error
+        found |= _read(path)
     return found
 
 
-def keep(fingerprint: str, judged: Mapping[str, Judged]) -> Path:
-    """Adds verdicts to those kept on this machine."""
+def _read(path: Any) -> dict[str, dict[str, Any]]:
+    """The verdicts in a file."""
+    try:
+        return {name: read_verdict(name, verdict) for name, verdict in json.loads(path.read_text()).items()}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise HeadMapError(f"{path}: not verdicts ({error}); delete the file") from error
+
+
+@contextlib.contextmanager
+def locked() -> Iterator[None]:
+    """One process at a time reads and replaces a head map or the verdicts that are kept."""
+    path = cache_dir() / "headmaps" / ".lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel lets go of it when its holder dies
+        yield
+
+
+def keep(fingerprint: str, judged: Mapping[str, Mapping[str, Any]]) -> Path:
+    """Adds verdicts to those kept on this machine, whoever else does so."""
     path = kept_path(fingerprint)
-    before = json.loads(path.read_text()) if path.is_file() else {}
-    plain = {**before, **{name: each.plain() for name, each in judged.items()}}
-    write_atomically(path, json.dumps(plain, indent=1) + "\n")
+    with locked():
+        plain = {**(_read(path) if path.is_file() else {}), **judged}
+        write_atomically(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
     return path
+
+
+def add(path: Path, fingerprint: str, judged: Mapping[str, Mapping[str, Any]]) -> None:
+    """Adds verdicts to a head map as it is by now, whoever else wrote it since.
+
+    Raises:
+        HeadMapError: it is of other weights by now, or can't be read or written.
+    """
+    with locked():
+        head_map = HeadMap.read(path)
+        if head_map.fingerprint != fingerprint:
+            raise HeadMapError(f"{path}: was replaced by a map of other weights ({head_map.fingerprint})")
+        for name, verdict in judged.items():
+            head_map = head_map.with_verdict(name, verdict)
+        head_map.write(path)
 
 
 def label(classifier: Classifier, fingerprint: str) -> str:
@@ -262,14 +295,15 @@ def main(args: list[str]) -> None:
     if len(words) > 1:
         raise HeadMapError(f"verdict takes one head map, not {len(words)}: {' '.join(words)}")
     config: trial.TrialConfig = build(cfg.trial, "trial")
-    classifiers = {str(name): classifier_of(str(name), config) for name in cfg.classifiers}
+    classifiers = {name: classifier_of(name, config) for name in map(str, check_list("classifiers", cfg.classifiers))}
     cache: CacheConfig = build(cfg.cache, "cache")
-    head_map = HeadMap.read(words[0]) if words else None
-    if cfg.threads is not None:
-        torch.set_num_threads(int(cfg.threads))
+    path = check_output("MAP", words[0]) if words else None
+    head_map = None if path is None else HeadMap.read(path)
+    set_threads(cfg.threads)
     with Progress() as progress:
         progress.start("loading the model")
         decoder: Decoder = build(cfg.model, "model")
+        kept(decoder.fingerprint)  # broken ones are told now, not after the trial
         measures: Mapping[str, Tensor]
         if head_map is not None:
             head_map.check_model(decoder)
@@ -285,9 +319,9 @@ def main(args: list[str]) -> None:
     plain = {name: each.plain() for name, each in judged.items()}
     for line in lines(plain):
         print(line)
-    print(f"verdicts: {keep(decoder.fingerprint, judged)}")
-    if head_map is not None:
-        for name, each in plain.items():
-            head_map = head_map.with_verdict(name, each)
-        head_map.write(words[0])
-        print(f"head map: {words[0]}")
+    try:
+        if path is not None:
+            add(path, decoder.fingerprint, plain)
+            print(f"head map: {path}")
+    finally:
+        print(f"verdicts: {keep(decoder.fingerprint, plain)}")

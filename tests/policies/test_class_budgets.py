@@ -65,11 +65,11 @@ def test_a_window_slides_once_in_so_many_tokens(steps: int) -> None:
 
 def test_every_local_head_has_its_own_window() -> None:
     window = torch.tensor([[10.0, 1.0], [100.0, 3.0], [50.2, 0.0]])
-    signals = at_length(500, w=window)
+    signals = at_length(500, head_window_w=window)
     classes = torch.full((LAYERS, KV_HEADS), int(Head.LOCAL), dtype=torch.int8)
     classes[0, 1], classes[1, 1] = int(Head.SPECIAL), int(Head.GLOBAL)
     signals = replace(signals, classes=classes)
-    part = PerHead("w", 1.5, 64, 40, 1, 1, *BLOCKS)
+    part = PerHead("head_window_w", 1.5, 64, 40, 1, 1, *BLOCKS)
     share = part.share(signals, formats(signals, Format.INT4))
     # 1.5 * 10 is below the least of 64; 1.5 * 100 = 150 and 1.5 * 50.2 = 75.3 are rounded up to pages; 0 = no window.
     expected = [[64, None], [160, None], [80, None]]
