@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import resources
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from testbed.assets import cache_dir
 from testbed.models.base import Decoder
@@ -101,21 +102,40 @@ def read_weights(path: Path) -> tuple[Network, About]:
         raise WeightsError(f"{path}: no such file of trained weights")
     try:
         with safe_open(path, "pt") as file:
-            raw = json.loads((file.metadata() or {})["about"])
-            tensors = {key: file.get_tensor(key).float() for key in file.keys()}  # noqa: SIM118, no dict
-        if raw.pop("schema") != SCHEMA:
-            raise WeightsError(f"{path}: weights of another version; train them again")
-        shape = NetworkShape(**raw.pop("shape"))
-        about = About(**{**raw, "names": tuple(raw["names"]), "shape": shape})
-        network = Network(shape)
+            about = _about((file.metadata() or {})["about"])
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, no dict
+        _check_numbers(tensors)
+        network = Network(about.shape)
         network.load_state_dict(tensors)
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        if isinstance(error, WeightsError):
-            raise
-        raise WeightsError(f"{path}: not trained weights ({str(error).splitlines()[0]}); train them again") from error
-    if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors.values()):
-        raise WeightsError(f"{path}: holds numbers that are not finite; train them again")
+        first, _, _ = str(error).partition("\n")
+        why = first if isinstance(error, WeightsError) else f"not trained weights ({first})"
+        raise WeightsError(f"{path}: {why}; train them again") from error
     return network.requires_grad_(False).eval(), about
+
+
+def _about(text: str) -> About:
+    """What weights say of themselves."""
+    raw = json.loads(text)
+    if not isinstance(raw, dict):
+        raise TypeError(f"about={text[:40]}: must be a mapping")
+    if raw.pop("schema") != SCHEMA:
+        raise WeightsError("weights of another version")
+    names = raw.pop("names")
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"names={str(names)[:40]}: must be a list of names")
+    return About(**{**raw, "names": tuple(names), "shape": NetworkShape(**raw["shape"])})
+
+
+def _check_numbers(tensors: Mapping[str, Tensor]) -> None:
+    """Refuses tensors that no score can be made from."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name}: of {tensor.dtype}, must be floating point")
+        if not bool(torch.isfinite(tensor.float()).all()):
+            raise WeightsError(f"{name} holds numbers that are not finite")
+    if bool((tensors["spread"] <= 0).any()):
+        raise WeightsError("spread holds a number that is not above 0")
 
 
 def load_weights(decoder: Decoder, names: Sequence[str], path: Path | None = None) -> Network:
