@@ -15,7 +15,7 @@ from torch import Tensor
 from testbed.cache.pool import CacheError
 from testbed.cache.saved import SavedError
 from testbed.engine.full import full_session
-from testbed.engine.guard import Guard
+from testbed.engine.guard import Guard, GuardConfig
 from testbed.engine.prefill import DenseKV
 from testbed.engine.signals import SignalContext
 
@@ -100,16 +100,16 @@ class Beside:
                 source.watch_lock(begin, end)
 
     def note(self, ids: Tensor, role: int, logits: Tensor | None) -> None:
-        """Tokens [T] of a turn that the session ran, and its logits [T, V] if all were asked for."""
+        """A turn [T], all of it, that the session ran, and its logits [T, V] if all were asked for."""
         if self._guard is not None:
-            self._guard.note(ids, role, logits)
+            self._guard.note(ids, role, logits, turn=True)
 
     def guarded(self, session: Session, ids: Tensor, role: int, logits: Tensor) -> Tensor:
         """After a decode step: its logits [V], or better ones where a probe found them too bad."""
         guard = self._guard
         if guard is None:
             return logits
-        guard.note(ids, role, logits.unsqueeze(0))
+        guard.note(ids, role, logits.unsqueeze(0), turn=False)
         if not guard.due:
             return logits
         better = guard.probe(session)
@@ -124,12 +124,12 @@ class Beside:
             None if self._truth is None else self._truth.fork(), None if self._guard is None else self._guard.fork()
         )
 
-    def check_saved(self, path: str | Path) -> None:
-        """Raises SavedError if there are companions, which no file holds."""
+    def check_saved(self, path: str | Path, guard: GuardConfig | None) -> None:
+        """Raises SavedError if there are companions, which no file holds, or a guard gave the session their cache."""
         if self._truth is not None:
             raise SavedError(f"{path}: a session that follows the full cache (signal next_mass) can't be saved")
-        if self._guard is not None:
-            raise SavedError(f"{path}: a guarded session can't be saved; it needs its reference")
+        if guard is not None and guard.active:
+            raise SavedError(f"{path}: a guarded session can't be saved or resumed; it needs its reference")
 
     def close(self) -> None:
         """Frees their caches."""

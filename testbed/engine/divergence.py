@@ -11,4 +11,5 @@ def kl_nats(full: Tensor, other: Tensor) -> Tensor:
 
     A token that both rule out (-inf) adds nothing; one that only `other` rules out makes it infinite.
     """
-    return torch.where(full == -torch.inf, 0.0, full.exp() * (full - other)).sum(-1)
+    each = torch.where(full == -torch.inf, 0.0, full.exp() * (full - other))
+    return torch.where((other == -torch.inf) & (full > -torch.inf), torch.inf, each).sum(-1)  # though exp be 0

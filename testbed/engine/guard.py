@@ -12,14 +12,15 @@ from __future__ import annotations
 import copy
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from policies.base import Role, Tier
+from policies.base import Tier
 from testbed.engine.divergence import kl_nats
 from testbed.engine.full import full_session
 from testbed.engine.prefill import DenseKV
@@ -34,7 +35,7 @@ FULL = "full"
 
 
 class GuardError(ValueError):
-    """A guard that can't be built."""
+    """A guard that can't be built, or a reference that is none."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,34 @@ class Probe:
         return asdict(self)
 
 
+@dataclass(frozen=True)
+class _Run:
+    """What the session ran and the reference has not seen.
+
+    Attributes:
+        ids: [T].
+        role: of all of them.
+        turn: whether they were a turn; else a decode step.
+        logits: [T, V] of the policy after each of them; None if nobody wanted them.
+    """
+
+    ids: Tensor
+    role: int
+    turn: bool
+    logits: Tensor | None
+
+
 def quality(policy: Tensor, reference: Tensor, measure: str) -> float:
-    """How near logits [M, V] of the policy are to the reference's, by one of `MEASURES`; NaN logits are worth 0."""
-    if not bool(torch.isfinite(policy).any(-1).all()) or bool(policy.isnan().any()):
+    """How near logits [M, V] of the policy are to the reference's, by one of `MEASURES`.
+
+    Logits that make no distribution, as NaN or infinite ones, are worth 0; a single -inf rules its token out.
+
+    Raises:
+        GuardError: the reference's make none.
+    """
+    if not _distributions(reference):
+        raise GuardError("the guard's reference gave logits that are NaN, infinite, or -inf for every token")
+    if not _distributions(policy):
         return 0.0
     if measure == "top1":
         return float((policy.argmax(-1) == reference.argmax(-1)).float().mean())
@@ -123,6 +149,11 @@ def quality(policy: Tensor, reference: Tensor, measure: str) -> float:
     if measure == "overlap":
         return float(torch.minimum(ours.exp(), right.exp()).sum(-1).mean())
     return math.exp(-max(0.0, float(kl_nats(right, ours).mean())))
+
+
+def _distributions(logits: Tensor) -> bool:
+    """Whether every row of [M, V] makes one: its largest entry is a number, and then none of it is NaN or +inf."""
+    return bool(torch.isfinite(logits.amax(-1)).all())
 
 
 class Guard:
@@ -142,25 +173,24 @@ class Guard:
         self.reference = _reference(session, config, context)
         self.probes: Trail[Probe] = Trail()
         self.raises = 0
-        # Tokens that the reference has not seen, their role, and the policy's logits after each of them.
-        self._runs: list[tuple[Tensor, int, Tensor | None]] = []
+        self._runs: list[_Run] = []
 
     def start(self, session: Session, dense: DenseKV, roles: Sequence[int] | None) -> None:
         """The reference takes the same context; the session's signals, which have seen its prefill, tell its own."""
         self.reference.sources = {name: session.sources[name].fork() for name in self.reference.sources}
         self.reference.start(dense, roles=roles)
 
-    def note(self, ids: Tensor, role: int, logits: Tensor | None) -> None:
-        """Tokens [T] that the session ran, and its logits [T, V] after them, if anybody wanted them."""
+    def note(self, ids: Tensor, role: int, logits: Tensor | None, turn: bool) -> None:
+        """A whole turn or a decode step, tokens [T], and the session's logits [T, V] after them, if all were wanted."""
         if logits is not None and len(logits) != len(ids):
             logits = None
-        self._runs.append((ids, role, None if logits is None else logits.clone()))
+        self._runs.append(_Run(ids, role, turn, None if logits is None else logits.clone()))
 
     @property
     def due(self) -> bool:
         """Whether enough tokens have been run since the last probe."""
         assert self.config.every_tokens is not None
-        return sum(len(ids) for ids, _, _ in self._runs) >= self.config.every_tokens
+        return sum(len(run.ids) for run in self._runs) >= self.config.every_tokens
 
     def probe(self, session: Session) -> Tensor | None:
         """Compares, and acts where the quality is too low: then the reference's logits [V] for the next token.
@@ -168,8 +198,10 @@ class Guard:
         The session's cache and policy are the reference's afterwards if there was nothing left to raise.
         """
         started = time.perf_counter()
-        both = [(ours, self._run(ids, role)) for ids, role, ours in self._runs]
-        ours, theirs = (torch.cat(side) for side in zip(*(each for each in both if each[0] is not None), strict=True))
+        # A full cache decides nothing, so that all may be one run; a policy must meet turns and steps as they were.
+        runs = _joined(self._runs) if self.config.reference == FULL else self._runs
+        both = [(run.logits, self._follow(run)) for run in runs]
+        ours, theirs = (torch.cat([x for x in side if x is not None]) for side in zip(*both, strict=True))
         worth = quality(ours, theirs, self.config.measure)
         self._runs = []
         action = "" if worth >= self.config.threshold else self._act(session)
@@ -186,12 +218,11 @@ class Guard:
         )
         return theirs[-1] if action else None
 
-    def _run(self, ids: Tensor, role: int) -> Tensor:
-        if role == Role.GENERATED and self.reference.sources:  # to signals a run of many tokens is a turn
-            return torch.stack([self.reference.step(token, role) for token in ids])
-        logits = self.reference.extend(ids.tolist(), "all", role)
-        assert logits is not None
-        return logits
+    def _follow(self, run: _Run) -> Tensor | None:
+        """The reference runs it too: its logits [T, V], if the session's are there to compare with."""
+        if run.turn:
+            return self.reference.extend(run.ids.tolist(), "none" if run.logits is None else "all", run.role)
+        return self.reference.step(run.ids, run.role).unsqueeze(0)
 
     def _act(self, session: Session) -> str:
         fraction = session.config.budget_fraction
@@ -214,6 +245,14 @@ class Guard:
     def bytes(self) -> int:
         """What the reference's cache holds, in all tiers."""
         return self.reference.cache.ledger().total_bytes
+
+
+def _joined(runs: Iterable[_Run]) -> Iterator[_Run]:
+    """The same tokens in as few runs as logits allow: those that nobody has any of, and those that have all."""
+    for known, group in groupby(runs, lambda run: run.logits is not None):
+        parts = list(group)
+        logits = torch.cat([run.logits for run in parts if run.logits is not None]) if known else None
+        yield _Run(torch.cat([run.ids for run in parts]), parts[0].role, True, logits)
 
 
 def check_reference(config: GuardConfig, budget_fraction: float | None) -> None:

@@ -144,9 +144,14 @@ class Session:
 
     @torch.inference_mode()
     def extend(self, tokens: Sequence[int], logits: Logits = "none", role: int = Role.USER) -> Tensor | None:
-        """A turn: its tokens are known to the policy first, then run. Logits [T, V] of all of them, or of the last."""
+        """A turn: its tokens are known to the policy first, then run. Logits [T, V] of all of them, or of the last.
+
+        A turn of no tokens is none: nothing is planned, and there are no logits, [0, V].
+        """
         ids = torch.tensor(list(tokens), dtype=torch.long, device=self.decoder.device)
         check_length(self.decoder, self.cache.length_tokens + len(ids))
+        if not len(ids):
+            return None if logits == "none" else torch.zeros(0, self.decoder.geometry.vocab, device=ids.device)
         for source in self.sources.values():
             source.watch_turn(ids)
         out = []
@@ -156,13 +161,14 @@ class Session:
             moves = self._plan(Phase.TURN, len(part))
             got = run_together([self], part.unsqueeze(0), logits, [role])
             out.append(None if got is None else got[0])
-            self._beside.note(part, role, out[-1])
             total = time.perf_counter() - started
             self._story.turn_times.append(StepTime(total, self._plan_s, self.stall_s - stalled))
             self._log("extend", len(part), True, moves)
         self._plan_next()  # the turn's queries are known now
         kept = [x for x in out if x is not None]
-        return (torch.cat(kept) if logits == "all" else kept[-1]) if kept else None
+        said = (torch.cat(kept) if logits == "all" else kept[-1]) if kept else None
+        self._beside.note(ids, role, said)
+        return said
 
     def step(self, token: int | Tensor, role: int = Role.GENERATED) -> Tensor:
         """One decode step: plans if one is due, runs the token, returns its logits [V]."""
@@ -281,7 +287,7 @@ class Session:
             SavedError: the file can't be written, or pages can't stay in place.
             CacheError: pages of L3 are lost, with cache.on_lost=error.
         """
-        self._beside.check_saved(path)
+        self._beside.check_saved(path, self.config.guard)
         pins = saved.save(self, Path(path), in_place)
         unpin(self._pins)
         self._pins = pins
@@ -305,6 +311,7 @@ class Session:
             saved.check(reader, decoder, policy, config)
             session = Session(decoder, policy, config, context, pools)
             try:
+                session._beside.check_saved(path, config.guard)
                 session._pins = saved.load(session, reader)
             except BaseException:
                 session.close()

@@ -15,6 +15,11 @@ from testbed.models.base import ModelError
 GENERATED = (int(Role.GENERATED), UNKNOWN)
 
 
+def _texts(values: object) -> bool:
+    """Whether it is a list of texts, none of them empty; one text is a sequence too, but of letters."""
+    return isinstance(values, list | tuple) and all(isinstance(each, str) and each for each in values)
+
+
 class ToolCall(Source):
     """1 everywhere from an opening marker in generated text to the closing marker that goes with it, else 0.
 
@@ -23,9 +28,9 @@ class ToolCall(Source):
     """
 
     def __init__(self, context: SignalContext, opening: Sequence[str] = (), closing: Sequence[str] = ()) -> None:
-        if len(opening) != len(closing) or not all(isinstance(each, str) and each for each in (*opening, *closing)):
+        if not (_texts(opening) and _texts(closing)) or len(opening) != len(closing):
             raise SignalError(
-                f"signals.tool_call: opening={list(opening)!r}, closing={list(closing)!r}: must be texts, one closing "
+                f"signals.tool_call: opening={opening!r}, closing={closing!r}: must be lists of texts, one closing "
                 "marker for each opening marker"
             )
         if context.decoder is None:

@@ -4,33 +4,49 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from tiny import CACHE, Run, decode, decoder, measures, text, truth
 
-from policies.base import Policy
+from policies.base import Policy, Role
 from testbed.cache.layout import CacheConfig
 from testbed.cache.pool import CacheError
 from testbed.cache.saved import SavedError
 from testbed.compose import compose_policy
+from testbed.decisions import diff
 from testbed.engine.batch import Batch, shared_pools
 from testbed.engine.evaluate import answer
-from testbed.engine.guard import GuardConfig, GuardError, quality
+from testbed.engine.full import full_session
+from testbed.engine.guard import MEASURES, GuardConfig, GuardError, quality
 from testbed.engine.prefill import prefill
 from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext
 from testbed.engine.signals.locked import Locked
 
+BROKEN = (
+    [math.nan] * 4,
+    [-math.inf] * 4,
+    [0.0, math.nan, 1.0, 2.0],
+    [0.0, math.inf, 1.0, 2.0],
+    [math.inf] * 4,
+    [-math.inf, math.nan, 1.0, 2.0],
+)
 CONTEXT, TURN, SAID = text(300, 1), text(7, 2), text(20, 3)
 
 
-def guarded(guard: GuardConfig, policy: Policy | None = None, fraction: float | None = 0.6) -> Session:
+def guarded(
+    guard: GuardConfig,
+    policy: Policy | None = None,
+    fraction: float | None = 0.6,
+    watch: frozenset[str] = frozenset(),
+) -> Session:
     config = CacheConfig(**CACHE)
-    context = SignalContext(config.page_tokens, measures)
-    session = Session(
-        decoder(), policy or compose_policy("streaming"), SessionConfig(config, fraction, guard=guard), context
-    )
+    context = SignalContext(config.page_tokens, measures, decoder())
+    settings = SessionConfig(config, fraction, guard=guard)
+    session = Session(decoder(), policy or compose_policy("streaming"), settings, context, watch=watch)
     session.start(prefill(decoder(), CONTEXT, config.torch_dtype, list(session.sources.values()), 37))
     return session
 
@@ -61,10 +77,25 @@ def test_other_measures_by_hand(measure: str) -> None:
     assert quality(ours, theirs, measure) == pytest.approx({"overlap": (2 * low + 1) / 2, "top1": 0.5}[measure])
 
 
-@pytest.mark.parametrize("measure", ["likelihood", "overlap", "top1"])
+@pytest.mark.parametrize("measure", MEASURES)
 def test_logits_that_are_no_numbers_are_worth_nothing(measure: str) -> None:
-    assert quality(torch.full((2, 4), math.nan), torch.zeros(2, 4), measure) == 0.0
-    assert quality(torch.full((2, 4), -math.inf), torch.zeros(2, 4), measure) == 0.0
+    fine = torch.zeros(2, 4)
+    for row in BROKEN:
+        for broken in (torch.tensor([[0.0, 1.0, 2.0, 3.0], row]), torch.tensor([row, row])):
+            assert quality(broken, fine, measure) == 0.0
+            with pytest.raises(GuardError, match="reference"):
+                quality(fine, broken, measure)
+
+
+def test_a_token_that_is_ruled_out_is_no_broken_logit() -> None:
+    rules_out, fine = torch.tensor([[0.0, 1.0, -math.inf]]), torch.tensor([[0.0, 1.0, 0.0]])
+    for measure in MEASURES:
+        assert quality(rules_out, rules_out, measure) == 1.0
+    assert quality(rules_out, fine, "likelihood") == 0.0
+    assert 0.0 < quality(fine, rules_out, "likelihood") < 1.0
+    assert 0.0 < quality(rules_out, fine, "overlap") == pytest.approx(quality(fine, rules_out, "overlap"))
+    hopeless = torch.tensor([[0.0, 1.0, -300.0]])  # its share is 0 in float32, and still more than none
+    assert quality(rules_out, hopeless, "likelihood") == 0.0
 
 
 def test_a_guard_that_is_content_changes_nothing() -> None:
@@ -135,10 +166,27 @@ def test_an_answer_counts_on_across_the_switch() -> None:
     assert len(said.log.steps) > said.first_step
 
 
-def test_what_a_guard_refuses(tmp_path: object) -> None:
+@pytest.mark.parametrize("switched", [False, True])
+def test_a_guarded_session_is_never_saved(switched: bool, tmp_path: Path) -> None:
+    session = guarded(GuardConfig(every_tokens=4, threshold=float(switched)))
+    decode(session, SAID[:4])
+    assert [probe.action for probe in session.story.probes] == (["switch"] if switched else [""])
+    for each in (session, session.fork(own_pools=True)):
+        with pytest.raises(SavedError, match="guarded"):
+            each.save(tmp_path / "talk")
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_resumed_under_a_guard_whose_reference_has_seen_nothing(tmp_path: Path) -> None:
+    session = Run(fraction=0.6).start(compose_policy("streaming"), CONTEXT)
+    session.save(tmp_path / "talk")
+    config = replace(session.config, guard=GuardConfig(every_tokens=4))
+    with pytest.raises(SavedError, match="talk: a guarded session"):
+        Session.resume(tmp_path / "talk", decoder(), session.policy, config, SignalContext(16, measures))
+
+
+def test_what_a_guard_refuses() -> None:
     session = guarded(GuardConfig(every_tokens=4))
-    with pytest.raises(SavedError, match="guarded"):
-        session.save(f"{tmp_path}/x.session")
     config = CacheConfig(**CACHE)
     settings = SessionConfig(config, 0.5, guard=GuardConfig(every_tokens=4))
     with pytest.raises(CacheError, match="guard"):
@@ -180,3 +228,82 @@ def test_a_larger_budget_keeps_what_it_would_keep_alone_and_is_told_of_locks() -
     assert [probe.action for probe in session.story.probes] == ["switch"]
     decode(alone, SAID[:5])
     assert torch.equal(session.cache.state["tier"], alone.cache.state["tier"])
+
+
+# --- a reference under the same policy -------------------------------------------------------------------------------
+
+LONG = text(100, 4)  # more than the hot window: the model runs it in parts
+PREDICTORS = {
+    "streaming": compose_policy("streaming"),
+    "snapkv": compose_policy("snapkv", ["policy/eviction=demote"]),
+    "quest": compose_policy("quest"),
+    "bm25": compose_policy("elastic", ["policy/predictor=bm25"]),
+    "embedding": compose_policy("elastic", ["policy/predictor=embedding", "policy.every_steps=3"]),
+}
+
+
+def converse(session: Session, logits: Literal["none", "all"] = "none") -> None:
+    session.extend(LONG, logits)
+    decode(session, SAID[:9])
+    session.extend(TURN, logits)
+    session.extend(TURN[:3], logits, Role.TOOL)
+    session.step(5, Role.USER)  # asked word by word
+    decode(session, SAID[9:17])
+
+
+@pytest.mark.parametrize("name", PREDICTORS)
+@pytest.mark.parametrize("every_tokens", [1, 8])
+def test_a_larger_budget_decides_as_it_would_alone(name: str, every_tokens: int) -> None:
+    policy = PREDICTORS[name]
+    session = guarded(GuardConfig(every_tokens=every_tokens, threshold=0.0, reference=1.0), policy, 0.6)
+    alone = guarded(GuardConfig(), policy, 1.0)
+    converse(session)
+    converse(alone)
+    reference = session._beside._guard.reference  # type: ignore[union-attr]
+    assert torch.equal(reference.tokens, alone.tokens)
+    assert diff(reference.log(), alone.log()) is None
+    assert torch.equal(reference.roles, alone.roles)
+
+
+def test_what_a_session_generates_is_no_turn_for_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = guarded(GuardConfig(every_tokens=8, threshold=0.0, reference=0.9), PREDICTORS["bm25"])
+    turns: list[list[int]] = []
+    source = session._beside._guard.reference.sources["retrieval"]  # type: ignore[union-attr]
+    monkeypatch.setattr(source, "watch_turn", lambda tokens: turns.append(tokens.tolist()))
+    converse(session)
+    assert turns == [LONG, TURN, TURN[:3]]
+    assert len(session.story.probes) == 4
+
+
+@pytest.mark.parametrize("logits", ["none", "all"])
+def test_a_full_cache_catches_up_in_one_run_on_all_tokens(
+    logits: Literal["none", "all"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = guarded(GuardConfig(every_tokens=len(LONG) + 20, threshold=0.0))
+    reference, runs = session._beside._guard.reference, []  # type: ignore[union-attr]
+    extend = reference.extend
+
+    def watched(tokens: list[int], logits: Literal["none", "all"], role: int) -> torch.Tensor | None:
+        runs.append((len(tokens), logits))
+        return extend(tokens, logits, role)
+
+    monkeypatch.setattr(reference, "extend", watched)
+    session.extend(LONG, logits)
+    decode(session, SAID)
+    assert runs == ([(len(LONG), "none"), (20, "all")] if logits == "none" else [(len(LONG) + 20, "all")])
+    (probe,) = session.story.probes
+    assert probe.positions == 20 + (len(LONG) if logits == "all" else 0)
+    assert reference.tokens.tolist() == [*CONTEXT, *LONG, *SAID]
+
+
+def test_watched_signals_stay_watched_after_the_switch() -> None:
+    watch = frozenset({"last_mass", "role"})
+    session = guarded(GuardConfig(every_tokens=4, threshold=1.0), watch=watch)
+    decode(session, SAID[:4])
+    assert [probe.action for probe in session.story.probes] == ["switch"]
+    full = full_session(session, SignalContext(16, measures), watch)
+    full.start(prefill(decoder(), [*CONTEXT, *SAID[:4]], torch.float32, (), 37))
+    for each in (session, full):
+        decode(each, SAID[4:6])
+    torch.testing.assert_close(session.signal("last_mass"), full.signal("last_mass"), atol=2e-3, rtol=2e-3)
+    assert session.signal("role").shape == full.signal("role").shape

@@ -21,6 +21,7 @@ from testbed.engine.signals import Observed, SignalContext, SignalError
 from testbed.engine.signals.base import Source
 from testbed.engine.signals.role import UNKNOWN, RoleSource, page_roles
 from testbed.engine.trail import Trail
+from testbed.models.base import Logits
 from testbed.workloads.base import Turn
 
 BF16 = {"dtype": "bfloat16"}
@@ -303,3 +304,22 @@ def test_state_of_a_source_comes_back_whole() -> None:
     other.restore(_Nested().state())
     assert other.mass is None
     assert other.queries == []
+
+
+@pytest.mark.parametrize("logits", ["none", "last", "all"])
+@pytest.mark.parametrize(
+    "policy",
+    ["full", "streaming", "snapkv", "quest", "elastic policy/predictor=bm25", "elastic policy/predictor=embedding"],
+)
+def test_a_turn_of_no_tokens_is_none(policy: str, logits: Logits) -> None:
+    name, *overrides = policy.split()
+    one, other = (Run().start(compose_policy(name, overrides), text(CONTEXT)) for _ in range(2))
+    for session in (one, other):
+        session.extend(text(9, 1))
+        decode(session, text(3, 2))
+    got = one.extend([], logits)
+    assert got is None if logits == "none" else got is not None and got.shape == (0, decoder().geometry.vocab)
+    assert diff(one.log(), other.log()) is None
+    assert torch.equal(decode(one, text(5, 3)), decode(other, text(5, 3)))
+    assert diff(one.log(), other.log()) is None
+    assert len(one.turn_times) == len(other.turn_times)
