@@ -16,7 +16,8 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from testbed.workloads.base import check_whole
+from testbed.files import target_of
+from testbed.workloads.base import check_list, check_whole
 
 BAD_INPUT, INTERRUPTED = 2, 130
 HELP = ("-h", "--help")
@@ -112,6 +113,11 @@ def set_threads(threads: object) -> None:
     torch.set_num_threads(threads)
 
 
+def check_some(key: str, values: object) -> tuple[Any, ...]:
+    """The values of a list, of which there may be none; see `check_list` for one that must hold some."""
+    return () if values == [] else check_list(key, values)
+
+
 def check_keys(key: str, node: object, known: Collection[str]) -> dict[str, Any]:
     """The plain values of a config node that holds these keys and no others.
 
@@ -140,15 +146,16 @@ def check_output(key: str, path: object, folder: bool = False) -> Path | None:
     what = "folder" if folder else "file"
     if not isinstance(path, str) or not path:
         raise CommandError(f"{key}={path!r}: must be the path of a {what}, or null")
-    target = Path(path).expanduser()
-    if target.exists() and not (target.is_dir() if folder else target.is_file()):
-        raise CommandError(f"{key}={path}: is there and is no {'folder' if folder else 'regular file'}")
-    place = target.resolve() if folder else target.resolve().parent
-    while not place.exists():
-        place = place.parent
+    given = Path(path).expanduser()
+    try:
+        place = given.resolve() if folder else target_of(given).parent
+        while not place.exists():
+            place = place.parent
+    except OSError as error:
+        raise CommandError(f"{key}={path}: {error.strerror}") from error
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise CommandError(f"{key}={path}: {place} is no folder that can be written to")
-    return target
+    return given
 
 
 def describe(error: BaseException) -> str:

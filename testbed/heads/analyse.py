@@ -10,13 +10,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
 from testbed.assets import AssetError
-from testbed.commands import check_keys, check_output, set_threads
+from testbed.commands import check_keys, check_output, check_some, set_threads
 from testbed.heads import show
 from testbed.heads.calibration import CalibrationConfig, CalibrationError
 from testbed.heads.configured import composed
@@ -27,7 +26,7 @@ from testbed.heads.verdict import locked
 from testbed.models.base import Decoder
 from testbed.results.progress import Progress as Bar
 from testbed.setup import build
-from testbed.workloads.base import check_distinct, check_list, check_whole
+from testbed.workloads.base import check_distinct, check_whole
 
 
 @dataclass(frozen=True)
@@ -63,17 +62,12 @@ class Plan:
     @staticmethod
     def of(cfg: DictConfig) -> Plan:
         """From conf/heads.yaml."""
-        slow = _listed("slow", cfg.slow)
+        slow = check_some("slow", cfg.slow)
         chosen = (
-            [name for name in groups() if name not in slow] if cfg.groups is None else _listed("groups", cfg.groups)
+            [name for name in groups() if name not in slow] if cfg.groups is None else check_some("groups", cfg.groups)
         )
         given = check_keys("evidence", cfg.evidence, ("lengths", "seeds", "seed_groups"))
-        return Plan(tuple(map(str, chosen)), **{key: _listed(f"evidence.{key}", given[key]) for key in given})
-
-
-def _listed(key: str, values: object) -> tuple[Any, ...]:
-    """A list that may be empty."""
-    return () if values == [] else check_list(key, values)
+        return Plan(tuple(map(str, chosen)), **{key: check_some(f"evidence.{key}", given[key]) for key in given})
 
 
 @dataclass(frozen=True)

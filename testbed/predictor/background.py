@@ -20,20 +20,20 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from torch import Tensor
 
 from testbed.cache.offsets import BackgroundOffsets, packaged
+from testbed.commands import check_keys, check_output, set_threads
 from testbed.compose import compose_named
 from testbed.models.base import Decoder
-from testbed.predictor.corpus import Amounts, Document, Part, corpus_hash, documents
+from testbed.predictor.corpus import SOURCES, Amounts, Document, Part, corpus_hash, documents
 from testbed.predictor.skipping import (
     LOG2_E,
     WARM_QUERIES,
@@ -47,6 +47,8 @@ from testbed.predictor.skipping import (
 )
 from testbed.predictor.stand_ins import Prepared, compared, stand_in_table
 from testbed.results.record import write_atomically
+from testbed.setup import build
+from testbed.workloads.base import check_distinct, check_fraction, check_list, check_whole
 
 ROUNDS = 4
 RIDGE = 0.01  # share of each unknown's own curvature
@@ -56,7 +58,8 @@ GRADIENT_ROWS = 1500  # of the training rows, evenly: more change nothing that s
 CLOSED_RIDGE = 0.1
 RESAMPLES = 2000
 TAIL_TOKENS = 33
-METHODS = ("skipped", "mean", "ridge", "gradient", "closed")
+LEARNED = ("ridge", "gradient")
+METHODS = ("skipped", "mean", *LEARNED, "closed")
 
 
 class BackgroundError(ValueError):
@@ -83,6 +86,17 @@ class BackgroundConfig:
     predictors: tuple[str, ...]
     blocks: int
     seed: int
+
+    def __post_init__(self) -> None:
+        """Refuses what nothing can be learned with."""
+        for key, least in (("length_tokens", 1), ("blocks", 1), ("seed", 0)):
+            check_whole(f"background.{key}", getattr(self, key), least)
+        for key in ("keeps", "predictors"):
+            object.__setattr__(self, key, check_list(f"background.{key}", getattr(self, key)))
+            check_distinct(f"background.{key}", getattr(self, key))
+        for keep in self.keeps:
+            check_fraction("background.keeps", keep)
+        self.choices()  # refuses unknown predictors
 
     def choices(self) -> list[Choice]:
         """Every predictor with every share."""
@@ -266,41 +280,58 @@ def printed(result: Mapping[str, Any]) -> str:
 
 def configured(cfg: DictConfig) -> BackgroundConfig:
     """The settings of a composed configuration."""
-    plain: Any = OmegaConf.to_container(cfg.background, resolve=True)
-    amounts = {part: Amounts(**plain.pop(part)) for part in ("train", "test")}
-    lists = {key: tuple(plain.pop(key)) for key in ("keeps", "predictors")}
-    return BackgroundConfig(**amounts, **lists, **plain)
+    plain = check_keys("background", cfg.background, [each.name for each in fields(BackgroundConfig)])
+    kinds = [each.name for each in fields(Amounts)]
+    amounts = {part: Amounts(**check_keys(f"background.{part}", cfg.background[part], kinds)) for part in SOURCES}
+    return BackgroundConfig(**{**plain, **amounts})
 
 
-def measure_stand_ins(decoder: Decoder, config: BackgroundConfig, record: str | None) -> None:
+def corpus_of(decoder: Decoder, config: BackgroundConfig, parts: Sequence[Part]) -> list[Document]:
+    """Whole documents of these parts.
+
+    Raises:
+        BackgroundError: one of them has none.
+    """
+    amounts: Mapping[Part, Amounts] = {
+        part: getattr(config, part) if part in parts else Amounts(0, 0, 0, 0) for part in SOURCES
+    }
+    corpus = documents(decoder, config.length_tokens, config.seed, windows=0, amounts=amounts)
+    for part in parts:
+        if not any(each.part == part for each in corpus):
+            raise BackgroundError(f"background.{part}={asdict(amounts[part])}: there is no such document")
+    return corpus
+
+
+def measure_stand_ins(decoder: Decoder, config: BackgroundConfig, record: Path | None) -> None:
     """KL of every stand-in on the test documents, whose last tokens are run after the rest."""
     geometry, p = decoder.geometry, Pages().page_tokens
     offsets = packaged(decoder.fingerprint, geometry.layers * geometry.kv_heads, geometry.head_dim)
-    amounts: Mapping[Part, Amounts] = {"train": Amounts(0, 0, 0, 0), "test": config.test}
     found = []
-    for document in documents(decoder, config.length_tokens, config.seed, windows=0, amounts=amounts):
+    for document in corpus_of(decoder, config, ("test",)):
         first = (len(document.tokens) - TAIL_TOKENS) // p * p
         context = capture(decoder, document.tokens[:first], torch.arange(first - WARM_QUERIES, first))
         rows = compared(decoder, Prepared(context, geometry.scale, Pages()), document.tokens[first:], offsets)
         found += [{"document": document.name, "kind": document.kind} | row for row in rows]
         print(f"{document.name}: {len(rows)} variants", flush=True)
     print(stand_in_table(found))
-    if record:
-        write_atomically(Path(record), json.dumps(found, indent=1) + "\n")
+    if record is not None:
+        write_atomically(record, json.dumps(found, indent=1) + "\n")
 
 
 def main(args: list[str]) -> None:
     """The command `python -m testbed.predictor background key=value ...`."""
     cfg = compose_named("background", args)
-    torch.set_num_threads(cfg.threads)
-    config, decoder = configured(cfg), instantiate(cfg.model)
+    for key, allowed in (("what", ("offsets", "stand_ins")), ("method", LEARNED)):
+        if cfg[key] not in allowed:
+            raise BackgroundError(f"{key}={cfg[key]!r}: must be {' or '.join(allowed)}")
+    set_threads(cfg.threads)
+    path, folder = check_output("record", cfg.record), check_output("offsets", cfg.offsets, folder=True)
+    config = configured(cfg)
+    decoder: Decoder = build(cfg.model, "model")
     if cfg.what == "stand_ins":
-        measure_stand_ins(decoder, config, cfg.record)
+        measure_stand_ins(decoder, config, path)
         return
-    if cfg.what != "offsets":
-        raise BackgroundError(f"what={cfg.what!r}: must be offsets or stand_ins")
-    amounts: Mapping[Part, Amounts] = {"train": config.train, "test": config.test}
-    corpus = documents(decoder, config.length_tokens, config.seed, windows=0, amounts=amounts)
+    corpus = corpus_of(decoder, config, ("train", "test"))
     captured = _captured(decoder, corpus, config)
     parts = [each.part for each in corpus]
     train, test = ([x for x, of in zip(captured, parts, strict=True) if of == part] for part in ("train", "test"))
@@ -313,9 +344,9 @@ def main(args: list[str]) -> None:
         "error": table(judged),
     }
     print(printed(result["error"]))
-    if cfg.record:
-        write_atomically(Path(cfg.record), json.dumps(result, indent=1) + "\n")
-    if cfg.offsets:
-        path = Path(cfg.offsets) / f"background-{decoder.fingerprint}.safetensors"
-        learned[cfg.method].write(path, decoder.fingerprint, {"corpus": result["corpus"], "method": cfg.method})
-        print(f"offsets: {path}")
+    if path is not None:
+        write_atomically(path, json.dumps(result, indent=1) + "\n")
+    if folder is not None:
+        offsets = folder / f"background-{decoder.fingerprint}.safetensors"
+        learned[cfg.method].write(offsets, decoder.fingerprint, {"corpus": result["corpus"], "method": cfg.method})
+        print(f"offsets: {offsets}")

@@ -18,15 +18,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from policies.base import Role
+from testbed.commands import check_keys
 from testbed.models.base import Decoder
 from testbed.predictor import agents
 from testbed.predictor.agents import PHASES, Piece
-from testbed.workloads.base import Split
+from testbed.workloads.base import Split, check_whole
 from testbed.workloads.haystack import Text, split_documents
 from testbed.workloads.haystack import documents as texts
 from testbed.workloads.needle import Needle
@@ -53,6 +54,11 @@ class Amounts:
     modules: int
     agents: int
     needles: int
+
+    def __post_init__(self) -> None:
+        """Refuses what are no numbers of documents."""
+        for key, value in vars(self).items():
+            check_whole(key, value, 0)
 
 
 AMOUNTS: Mapping[Part, Amounts] = {"train": Amounts(7, 7, 5, 5), "test": Amounts(3, 3, 3, 2)}
@@ -94,6 +100,19 @@ class Document:
     def context_tokens(self) -> int:
         """Tokens before the first window."""
         return self.windows[0][0] if self.windows else len(self.tokens)
+
+
+def settings_of(node: object) -> dict[str, Any]:
+    """Arguments of `documents` from the node `corpus` of a config, for texts that are run step by step.
+
+    Raises:
+        ValueError: naming key, value and what is allowed.
+    """
+    least = {"length_tokens": 2 * START_TOKENS, "seed": 0, "windows": 1, "window_tokens": 1}
+    given = check_keys("corpus", node, list(least))
+    for key, value in given.items():
+        check_whole(f"corpus.{key}", value, least[key])
+    return given
 
 
 def documents(

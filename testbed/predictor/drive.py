@@ -27,6 +27,7 @@ from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext
 from testbed.models.base import Attend, Decoder, Logits
 from testbed.predictor.corpus import Document
+from testbed.workloads.base import WorkloadError, check_fraction, check_list
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,14 @@ class Course:
     signals: Mapping[str, dict[str, object]] = field(default_factory=dict)
     head_measures: Callable[[], Mapping[str, Tensor]] = dict[str, Tensor]
     chunk_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        """Refuses what are no shares, and a share of nothing."""
+        object.__setattr__(self, "shares", check_list("shares", self.shares))
+        for share in self.shares:
+            check_fraction("shares", share)
+            if share == 0:
+                raise WorkloadError(f"shares={list(self.shares)}: must be above 0")
 
 
 class Memory:

@@ -14,7 +14,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
@@ -28,13 +28,14 @@ from rich.console import Console
 from torch import Tensor
 
 from policies.base import Predictor, Signals
+from testbed.commands import check_output, set_threads
 from testbed.compose import compose_named
 from testbed.engine.signals.core import LIGHT, NAMES
 from testbed.heads.differentiable import Differentiable
 from testbed.models.base import Decoder
 from testbed.predictor.agents import PHASES
 from testbed.predictor.contribution import contributions, step_of
-from testbed.predictor.corpus import Document, contents, corpus_hash, documents
+from testbed.predictor.corpus import Document, contents, corpus_hash, documents, settings_of
 from testbed.predictor.drive import Course, Learn, Moment, drive
 from testbed.predictor.recall import SHARES, caught
 from testbed.predictor.recording import SINGLES, Recording, RecordingSettings, record
@@ -46,6 +47,8 @@ from testbed.results.progress import Progress
 from testbed.results.record import write_atomically
 from testbed.results.stats import Estimate
 from testbed.results.table import PLAIN_WIDTH, sheet_table
+from testbed.setup import build
+from testbed.workloads.base import check_list
 
 Tell = Callable[[str, float], None]
 
@@ -62,10 +65,18 @@ def parts(names: Sequence[str]) -> dict[str, Predictor]:
     """
     folder = resources.files("conf") / "policy" / "predictor"
     known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    names = list(map(str, names))
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise EvaluationError(f"unknown predictor {unknown[0]!r}; there are: {', '.join(known)}")
     return {name: instantiate(OmegaConf.create((folder / f"{name}.yaml").read_text())) for name in names}
+
+
+def check_judged(best: Iterable[str], predictors: Mapping[str, Predictor]) -> None:
+    """Raises EvaluationError if a single signal to beat is not judged itself."""
+    for name in best:
+        if name not in predictors:
+            raise EvaluationError(f"best={name}: must be one of the judged predictors, {', '.join(predictors)}")
 
 
 def best_singles(recordings: Sequence[Recording]) -> dict[str, str]:
@@ -221,15 +232,15 @@ def evaluate(
         EvaluationError: no test document, or one of `best` is not judged.
     """
     judging = [document for document in corpus if document.part == "test"]
-    if not judging or not set(best.values()) <= set(predictors):
-        said = ", ".join(sorted(set(best.values())))
-        raise EvaluationError(f"{len(judging)} test documents; {said} must be among {', '.join(predictors)}")
+    if not judging:
+        raise EvaluationError("no test document: predictors are judged on those")
+    check_judged(best.values(), predictors)
     asked = {name: part for name, part in predictors.items() if name != ORACLE}
     needs = frozenset().union(*(part.needs for part in asked.values()))
     course = replace(course, beside=course.beside | needs)
     judge = _Judge(decoder, predictors, points)
     for index, document in enumerate(judging):
-        progress(f"judging {document.name}", index / len(judging))
+        progress(f"judging {document.name} ({index + 1} of {len(judging)})", index / len(judging))
         drive(document, decoder, course, judge.visit, remember=points > 0)
     said = {
         "model": decoder.name,
@@ -338,12 +349,14 @@ def weights_said(decoder: Decoder, predictors: Mapping[str, Predictor]) -> dict[
 def main(args: Sequence[str]) -> None:
     """The command; see conf/evaluation.yaml."""
     cfg = compose_named("evaluation", args)
-    torch.set_num_threads(cfg.threads)
-    predictors = parts(list(cfg.predictors))
-    decoder: Decoder = instantiate(cfg.model)
-    corpus = documents(decoder, **cfg.corpus)
+    set_threads(cfg.threads)
+    predictors = parts(check_list("predictors", cfg.predictors))
+    check_judged([] if cfg.best is None else [str(cfg.best)], predictors)
+    path, texts = check_output("record", cfg.record), settings_of(cfg.corpus)
     settings = RecordingSettings(heads_one_in=cfg.heads_one_in, points=cfg.points)
-    course = Course(settings.chooser, shares=tuple(cfg.shares), cache=instantiate(cfg.cache))
+    course = Course(settings.chooser, shares=cfg.shares, cache=build(cfg.cache, "cache"))
+    decoder: Decoder = build(cfg.model, "model")
+    corpus = documents(decoder, **texts)
     with Progress() as bar:
         best = dict.fromkeys(CASES, str(cfg.best))
         if cfg.best is None:
@@ -351,8 +364,8 @@ def main(args: Sequence[str]) -> None:
             best = best_singles(record(decoder, training, settings, course, bar.fraction))
         said = weights_said(decoder, predictors)
         done = evaluate(decoder, corpus, predictors, best, course, cfg.points, said, bar.fraction)
-    if cfg.record:
-        done.write(Path(cfg.record))
+    if path is not None:
+        done.write(path)
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
     for sheet in tables(done):
         console.print(sheet_table(sheet))

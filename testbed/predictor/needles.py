@@ -15,16 +15,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
-import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 from policies.base import Predictor
 from testbed.cache.layout import CacheConfig
-from testbed.commands import guarded
+from testbed.commands import check_output, check_some, guarded, set_threads
 from testbed.compose import compose_named, full_policy
 from testbed.engine.evaluate import Answer, agreement, answer
 from testbed.engine.prefill import DenseKV, prefill
@@ -37,7 +34,8 @@ from testbed.results.display import Sheet
 from testbed.results.environment import environment
 from testbed.results.record import write_atomically
 from testbed.results.stats import Estimate, mean, proportion
-from testbed.workloads.base import Sample, Workload
+from testbed.setup import build
+from testbed.workloads.base import Sample, Workload, check_fraction, check_list, check_whole
 
 Say = Callable[[str], None]
 
@@ -198,16 +196,24 @@ def _said(found: Found) -> str:
 def main(args: Sequence[str]) -> None:
     """The command; see conf/needles.yaml."""
     cfg = compose_named("needles", args)
-    torch.set_num_threads(cfg.threads)
-    decoder: Decoder = instantiate(cfg.model)
-    grid = [(float(share), False) for share in cfg.shares] + [(float(share), True) for share in cfg.with_prototypes]
-    predictors = parts(list(cfg.predictors))
+    set_threads(cfg.threads)
+    check_whole("seed", cfg.seed, 0)
+    path = check_output("record", cfg.record)
+    grid = []
+    for key, prototypes in (("shares", False), ("with_prototypes", True)):
+        for share in check_some(key, cfg[key]):
+            check_fraction(key, share)
+            grid.append((float(share), prototypes))
+    check_list("shares and with_prototypes", grid)
+    predictors = parts(check_list("predictors", cfg.predictors))
+    workload, cache = build(cfg.workload, "workload"), build(cfg.cache, "cache")
+    decoder: Decoder = build(cfg.model, "model")
     found = ask(
         decoder,
-        instantiate(cfg.workload, _convert_="all"),
+        workload,
         predictors,
         grid,
-        instantiate(cfg.cache),
+        cache,
         cfg.seed,
         lambda line: print(line, file=sys.stderr, flush=True),
     )
@@ -215,7 +221,7 @@ def main(args: Sequence[str]) -> None:
     print(table.title)
     for row in (table.columns, *table.rows):
         print(" | ".join(row))
-    if cfg.record:
+    if path is not None:
         about: dict[str, Any] = {
             "schema": 1,
             "model": decoder.name,
@@ -224,7 +230,7 @@ def main(args: Sequence[str]) -> None:
         }
         about |= weights_said(decoder, predictors)
         said = {**about, "config": OmegaConf.to_container(cfg, resolve=True), "found": [asdict(each) for each in found]}
-        write_atomically(Path(cfg.record), json.dumps(said, indent=1) + "\n")
+        write_atomically(path, json.dumps(said, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,18 +18,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from torch import Tensor
 
+from testbed.commands import check_output, set_threads
 from testbed.compose import compose_named
 from testbed.engine.signals.core import LIGHT, NAMES
-from testbed.predictor.corpus import documents
+from testbed.models.base import Decoder
+from testbed.predictor.corpus import documents, settings_of
 from testbed.predictor.drive import Course
 from testbed.predictor.network import Network, NetworkShape, layer_groups
 from testbed.predictor.recall import SHARES, caught
 from testbed.predictor.recording import Recording, RecordingSettings, data_hash, record
 from testbed.predictor.weights import About, file_name, trained_path, write_weights
 from testbed.results.progress import Progress as Bar
+from testbed.setup import build
 
 START = {"mass_fast": 0.5, "mass_last": 0.5}
 """Weights of features that scores begin with: log mass of the last steps, which the perceptrons learn to correct."""
@@ -256,11 +258,15 @@ def described(result: Trained, judged: Mapping[str, Mapping[str, Sequence[float]
 def main(args: Sequence[str]) -> None:
     """The command; see conf/predictor.yaml."""
     cfg = compose_named("predictor", args)
-    torch.set_num_threads(cfg.threads)
-    config, decoder = instantiate(cfg.training), instantiate(cfg.model)
-    corpus = documents(decoder, **cfg.corpus)
+    set_threads(cfg.threads)
+    if not isinstance(cfg.judge, bool):
+        raise TrainingError(f"judge={cfg.judge!r}: must be true or false")
+    folder, texts = check_output("output", cfg.output, folder=True), settings_of(cfg.corpus)
     settings = RecordingSettings(heads_one_in=cfg.heads_one_in, points=cfg.points)
-    course = Course(settings.chooser, shares=tuple(cfg.shares), cache=instantiate(cfg.cache))
+    course = Course(settings.chooser, shares=cfg.shares, cache=build(cfg.cache, "cache"))
+    config: TrainingConfig = build(cfg.training, "training")
+    decoder: Decoder = build(cfg.model, "model")
+    corpus = documents(decoder, **texts)
     parts = {part: [document for document in corpus if document.part == part] for part in ("train", "test")}
     geometry = decoder.geometry
     about: dict[str, Any] = {
@@ -271,7 +277,6 @@ def main(args: Sequence[str]) -> None:
         "versions": {"torch": torch.__version__, "python": platform.python_version(), "testbed": version("testbed")},
         "settings": {**asdict(config), "threads": cfg.threads},
     }
-    folder = None if cfg.output is None else Path(cfg.output).expanduser()
     said = []
     with Bar() as bar:
         learnt = record(decoder, parts["train"], settings, course, bar.fraction)

@@ -63,6 +63,12 @@ def test_a_window_slides_once_in_so_many_tokens(steps: int) -> None:
     assert len(quotas) == math.ceil((33 + steps - 1) / PAGE_TOKENS) - 2
 
 
+@pytest.mark.parametrize("name", ["head_bracket", "retrieval_score", "window_mass", ""])
+def test_a_window_is_in_tokens(name: str) -> None:
+    with pytest.raises(PolicyError, match=f"PerHead.window='{name}': must be"):
+        PerHead(name, 1.5, 64, 40, 1, 1, *BLOCKS)
+
+
 def test_every_local_head_has_its_own_window() -> None:
     window = torch.tensor([[10.0, 1.0], [100.0, 3.0], [50.2, 0.0]])
     signals = at_length(500, head_window_w=window)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict, replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny_heads as tiny
@@ -24,6 +26,7 @@ from testbed.engine.prefill import prefill
 from testbed.engine.session import Session, SessionConfig
 from testbed.engine.signals import SignalContext
 from testbed.heads import recommend as command
+from testbed.heads.calibration import CalibrationConfig
 from testbed.heads.headmap import HeadMap, HeadMapError, Measured
 from testbed.heads.strategies import Place, Search, Strategy, Worth, recommend
 from testbed.heads.trial import Fixed
@@ -110,6 +113,25 @@ def test_heads_are_split_by_importance() -> None:
     for measures, name in (({"head_entropy": KL}, None), ({"head_restrict_kl": KL}, "head_gate")):
         with pytest.raises(HeadMapError, match="the head map has no"):
             Worth.of(head_map(**measures), name)
+
+
+@pytest.mark.parametrize(
+    ("settings", "tokens"),
+    [
+        ({"calibration": asdict(CalibrationConfig(local_window_tokens=300)), "torch": "2"}, 300),  # of `analyse`
+        ({"local_window_tokens": 50}, 50),  # of a group of measures
+        ({}, CalibrationConfig().local_window_tokens),
+    ],
+)
+def test_the_window_is_that_which_heads_were_measured_with(settings: dict[str, Any], tokens: int) -> None:
+    given = replace(head_map(head_restrict_kl=KL, **REACH), settings=settings)
+    assert Worth.of(given).cut_tokens == tokens
+
+
+@pytest.mark.parametrize("settings", [{"calibration": 5}, {"calibration": {"local_window_tokens": "x"}}])
+def test_a_window_that_is_none_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="settings.calibration=5|settings.local_window_tokens='x'"):
+        Worth.of(replace(head_map(head_restrict_kl=KL), settings=settings))
 
 
 def test_mass_beyond_a_window_goes_through_what_was_measured() -> None:

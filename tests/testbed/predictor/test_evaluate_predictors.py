@@ -127,5 +127,5 @@ def test_best_single_is_chosen_on_training_documents(tmp_path: Path, monkeypatch
 def test_bad_input() -> None:
     with pytest.raises(EvaluationError, match="unknown predictor 'nobody'; there are: age"):
         parts(("nobody",))
-    with pytest.raises(EvaluationError, match="0 test documents"):
+    with pytest.raises(EvaluationError, match="no test document"):
         evaluate(decoder(), [document()], {"quest": FromSignal("query_bound")}, {"full": "quest"}, course(), points=0)
