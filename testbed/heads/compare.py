@@ -22,7 +22,7 @@ from testbed.heads.formats import load
 from testbed.heads.headmap import HeadMap
 from testbed.heads.imported import FormatError, ImportedMap
 from testbed.heads.verdict import kept
-from testbed.heads.words import Words
+from testbed.heads.words import Words, whole
 from testbed.results.display import Sheet
 from testbed.results.record import write_atomically
 from testbed.results.table import PLAIN_WIDTH, sheet_table
@@ -104,7 +104,7 @@ def _aligned(maps: Sequence[ImportedMap], kv_heads: int | None) -> list[Imported
     if kv_heads is None and len(known) == 1:
         kv_heads = known.pop()
     if kv_heads is not None:
-        maps = [each.per_kv_head(kv_heads) if each.per_query else each for each in maps]
+        maps = [each.per_kv_head(kv_heads) for each in maps]
     shapes = {each.shape for each in maps}
     if len(shapes) > 1:
         said = "; ".join(f"{each.name}: {each.shape[0]} layers x {each.shape[1]} heads" for each in maps)
@@ -207,7 +207,7 @@ def show(compared: Compared, file: TextIO) -> None:
 
 def main(args: list[str]) -> None:
     """The command."""
-    words = Words.of(args, {"kv_heads": int, "seed": int, "output": str}, FormatError)
+    words = Words.of(args, {"kv_heads": whole(1), "seed": whole(0), "output": str}, FormatError)
     compared = compare(words.plain, words.get("kv_heads"), words.get("seed", 0))
     show(compared, sys.stdout)
     output = words.get("output")

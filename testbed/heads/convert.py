@@ -5,7 +5,7 @@
 
 Keys: to (redknot, duoattention, headkv; a name that ends in .tsv means duoattention), kv_heads (of a HeadKV file),
 query_heads (of the model, for headkv), global_share (part of the heads that redknot calls global), window_tokens and
-sink_tokens (what redknot's local heads keep).
+sink_tokens (what redknot's local heads keep). A key that says otherwise than the map does is refused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 
 from testbed.heads import formats
 from testbed.heads.imported import FormatError, ImportedMap
-from testbed.heads.words import Words
+from testbed.heads.words import Words, whole
 
 KINDS = {
     "to": str,
-    "kv_heads": int,
-    "query_heads": int,
+    "kv_heads": whole(1),
+    "query_heads": whole(1),
     "global_share": float,
-    "window_tokens": int,
-    "sink_tokens": int,
+    "window_tokens": whole(1),
+    "sink_tokens": whole(0),
 }
 USED = {
     "duoattention": set[str](),

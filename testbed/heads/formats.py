@@ -8,7 +8,7 @@
   of every QUERY head -> list of scores, in any order; the score is their mean, that of a KV head the maximum of its
   group.
 
-A file is told by what it holds, never by its name.
+A file is told by what it holds, never by its name. Written again, it has Unix line ends and no byte order mark.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -59,10 +61,10 @@ def read(path: str | Path) -> ImportedMap:
     if not text.lstrip().startswith(("{", "[")):
         return replace(parse_duoattention(text, name), name=path.stem)
     document = _json(text, name)
-    layout = _layout(document, text)
+    layout = _layout(document, text, name)
     if isinstance(document, dict) and "kv_head_classification" in document:
         return replace(parse_redknot(document, name, layout), name=path.stem)
-    if isinstance(document, dict) and document and all(re.fullmatch(r"\d+-\d+", key) for key in document):
+    if isinstance(document, dict) and document and all(re.fullmatch(r"[0-9]{1,9}-[0-9]{1,9}", key) for key in document):
         return replace(parse_headkv(document, name, layout), name=path.stem)
     raise FormatError(
         f"{path}: no head map: neither ours (measures), nor RedKnot JSON (kv_head_classification), nor HeadKV JSON "
@@ -80,17 +82,16 @@ def load(word: str, kv_heads: int | None = None, default_measure: str = "retriev
         default_measure: of our maps when none is named.
 
     Raises:
-        FormatError: no such file or measure, or broken.
+        FormatError: no such file or measure, broken, or a map of other KV heads.
     """
     name, _, measure = (word, "", "") if Path(word).exists() else word.rpartition(":")
     path = Path(name or word)
     data = _json(text, str(path)) if (text := _text(path)).lstrip().startswith("{") else None
-    if isinstance(data, dict) and "measures" in data:
-        return _of_ours(path, measure or default_measure)
-    if measure:
+    ours = isinstance(data, dict) and "measures" in data
+    if measure and not ours:
         raise FormatError(f"{word}: only our own head maps have measures, {path} holds one score a head")
-    imported = read(path)
-    return imported.per_kv_head(kv_heads) if kv_heads is not None and imported.per_query else imported
+    imported = _of_ours(path, measure or default_measure) if ours else read(path)
+    return imported if kv_heads is None else imported.per_kv_head(kv_heads)
 
 
 def _of_ours(path: Path, measure: str) -> ImportedMap:
@@ -128,19 +129,21 @@ def parse_duoattention(text: str, name: str) -> ImportedMap:
     """One row of gates a layer, tabs between.
 
     Raises:
-        FormatError: rows of different length, or something that is no number.
+        FormatError: rows of different length, a single number, or something that is no number.
     """
+    if not text.strip():
+        raise FormatError(f"{name}: empty")
     rows: list[list[float]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         try:
             row = [float(gate) for gate in line.split()]
         except ValueError as error:
             raise FormatError(f"{name}: line {number} holds no row of gates: {error}") from error
-        if not row or len(row) != len(rows[0] if rows else row):
-            raise FormatError(f"{name}: line {number} has {len(row)} gates, line 1 has {len(rows[0]) if rows else 0}")
         rows.append(row)
-    if not rows:
-        raise FormatError(f"{name}: empty")
+        if not row or len(row) != len(rows[0]):
+            raise FormatError(f"{name}: line {number} has {len(row)} gates, line 1 has {len(rows[0])}")
+    if len(rows) == len(rows[0]) == 1:
+        raise FormatError(f"{name}: holds one number, no map of heads")
     return ImportedMap("duoattention", name, torch.tensor(rows, dtype=torch.float64), rows)
 
 
@@ -154,7 +157,7 @@ def parse_redknot(document: dict[str, Any], name: str, layout: Layout = _USUAL) 
     shape = (layers, kv_heads)
     names = _table(document["kv_head_classification"], "kv_head_classification", name, shape)
     for at, label in enumerate(names):
-        if label not in CLASSES:
+        if not isinstance(label, str) or label not in CLASSES:
             where = f"layer {at // kv_heads}, head {at % kv_heads}"
             raise FormatError(f"{name}: {where} is of class {label!r}; known: {', '.join(CLASSES)}")
     classes = torch.tensor([int(CLASSES[label]) for label in names], dtype=torch.int8).view(shape)
@@ -176,14 +179,19 @@ def parse_headkv(document: dict[str, Any], name: str, layout: Layout = _USUAL) -
     """Mean score of every query head.
 
     Raises:
-        FormatError: heads missing, or something that is no list of numbers.
+        FormatError: heads missing or named twice, or something that is no list of numbers.
     """
     score: dict[tuple[int, int], float] = {}
     for key, samples in document.items():
         layer, head = (int(part) for part in key.split("-"))
         if not isinstance(samples, list) or not samples or not all(map(_is_number, samples)):
             raise FormatError(f"{name}: {key} holds {str(samples)[:40]}, must be a list of numbers")
-        score[layer, head] = math.fsum(samples) / len(samples)
+        if (layer, head) in score:
+            raise FormatError(f"{name}: {key} names layer {layer}, head {head} a second time")
+        try:
+            score[layer, head] = math.fsum(samples) / len(samples)
+        except OverflowError as error:
+            raise FormatError(f"{name}: {key} holds numbers too large to add up") from error
     layers, heads = (1 + max(key[axis] for key in score) for axis in (0, 1))
     if len(score) != layers * heads:
         absent = next((x, y) for x in range(layers) for y in range(heads) if (x, y) not in score)
@@ -207,8 +215,10 @@ def to_headkv(imported: ImportedMap, query_heads: int | None = None) -> Imported
         query_heads: Hq; None takes the map's.
 
     Raises:
-        FormatError: nobody says how many query heads there are, or they make no whole groups.
+        FormatError: nobody says how many query heads there are, the map says otherwise, or they make no whole groups.
     """
+    if imported.query_heads is not None and query_heads not in (None, imported.query_heads):
+        raise FormatError(f"query_heads={query_heads}: {imported.name} says that there are {imported.query_heads}")
     if imported.kind == "headkv":
         return parse_headkv(imported.document, imported.name, imported.layout)
     layers, kv_heads = imported.shape
@@ -225,23 +235,28 @@ def to_headkv(imported: ImportedMap, query_heads: int | None = None) -> Imported
 def to_redknot(
     imported: ImportedMap,
     global_share: float | None = None,
-    window_tokens: int = REDKNOT_WINDOW_TOKENS,
-    sink_tokens: int = REDKNOT_SINK_TOKENS,
+    window_tokens: int | None = None,
+    sink_tokens: int | None = None,
 ) -> ImportedMap:
     """Classes with windows and sinks; a map read from such a file as it is.
 
     Args:
         imported: the map.
         global_share: see `ImportedMap.head_classes`.
-        window_tokens: the window of local heads; a map read from a RedKnot file keeps its own.
+        window_tokens: the window of local heads; None = RedKnot's default.
         sink_tokens: the first tokens that heads keep; likewise.
 
     Raises:
-        FormatError: see `ImportedMap.head_classes`.
+        FormatError: see `ImportedMap.head_classes`; windows or sinks for a map that states its own.
     """
     classes = imported.head_classes(global_share)
     if imported.kind == "redknot":
+        for key, value in (("window_tokens", window_tokens), ("sink_tokens", sink_tokens)):
+            if value is not None:
+                raise FormatError(f"{imported.name} states windows and sinks, so {key}={value} can't be followed")
         return parse_redknot(imported.document, imported.name, imported.layout)
+    window_tokens = REDKNOT_WINDOW_TOKENS if window_tokens is None else window_tokens
+    sink_tokens = REDKNOT_SINK_TOKENS if sink_tokens is None else sink_tokens
     layers, kv_heads = imported.shape
     local = classes == Head.LOCAL
     document: dict[str, Any] = {
@@ -265,7 +280,7 @@ def _refuse_query_heads(imported: ImportedMap) -> None:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise FormatError(f"{path}: not a text file") from error
     except OSError as error:
@@ -288,7 +303,9 @@ def _json(text: str, name: str) -> Any:
 
     try:
         return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
-    except json.JSONDecodeError as error:
+    except FormatError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{name}: no JSON: {error}") from error
 
 
@@ -296,19 +313,17 @@ def _dump(document: Any, layout: Layout) -> str:
     return json.dumps(document, indent=layout.indent, ensure_ascii=layout.ascii) + layout.end
 
 
-def _layout(document: Any, text: str) -> Layout:
+def _layout(document: Any, text: str, name: str) -> Layout:
     """The layout that gives this text again; the usual one if none of them does."""
-    for indent in _INDENTS:
-        for plain in (True, False):
-            for end in ("", "\n"):
-                layout = Layout(indent, plain, end)
-                if _dump(document, layout) == text:
-                    return layout
-    return _USUAL
+    layouts = (Layout(*each) for each in product(_INDENTS, (True, False), ("", "\n")))
+    try:
+        return next((layout for layout in layouts if _dump(document, layout) == text), _USUAL)
+    except RecursionError as error:
+        raise FormatError(f"{name}: nested too deeply") from error
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _whole(document: dict[str, Any], key: str, name: str, least: int) -> int:
@@ -333,7 +348,7 @@ def _numbers(document: dict[str, Any], key: str, name: str, shape: tuple[int, in
         return None
     flat = _table(document[key], key, name, shape)
     for at, value in enumerate(flat):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**63:
             where = f"layer {at // shape[1]}, head {at % shape[1]}"
             raise FormatError(f"{name}: {key} of {where} is {value!r}, must be a whole number of at least {least}")
     return torch.tensor(flat, dtype=torch.int64).view(shape)

@@ -12,6 +12,7 @@ from policies.plan import Head
 
 Kind = Literal["redknot", "duoattention", "headkv", "testbed"]
 DUO_THRESHOLD = 0.5  # a gate from here up is a full-attention head
+GATES = (-0.01, 1.01)  # they lie from 0 to 1; the published ones go a thousandth below
 
 
 class FormatError(ValueError):
@@ -112,7 +113,7 @@ class ImportedMap:
                 256 heads; its authors run half of the heads with the whole context, which is 0.5 here).
 
         Raises:
-            FormatError: the file has classes and a share is given, or neither.
+            FormatError: the file has classes and a share is given, or neither; no share and gates beyond 0 to 1.
         """
         if self.per_query:
             raise FormatError(f"{self.name} scores query heads; say how many KV heads there are (kv_heads=...)")
@@ -123,6 +124,12 @@ class ImportedMap:
         if global_share is None:
             if self.kind != "duoattention":
                 raise FormatError(f"{self.name} has scores but no classes: global_share must say how many are global")
+            low, high = float(self.score.min()), float(self.score.max())
+            if low < GATES[0] or high > GATES[1]:
+                raise FormatError(
+                    f"{self.name}: numbers from {low:g} to {high:g} are no gates, which lie from 0 to 1: global_share "
+                    "must say how many heads are global"
+                )
             return torch.where(self.score >= DUO_THRESHOLD, int(Head.GLOBAL), int(Head.LOCAL)).to(torch.int8)
         number = isinstance(global_share, int | float) and not isinstance(global_share, bool)
         if not number or not 0 <= global_share <= 1:

@@ -26,7 +26,7 @@ from testbed.assets import data_dir
 from testbed.heads.agreement import SHARES, Agreement, agreement, chance_overlap
 from testbed.heads.formats import read
 from testbed.heads.imported import FormatError, ImportedMap
-from testbed.heads.words import Words
+from testbed.heads.words import Words, whole
 from testbed.results.display import Sheet
 from testbed.results.record import write_atomically
 from testbed.results.table import PLAIN_WIDTH, sheet_table
@@ -272,7 +272,7 @@ def plain(published: Published) -> dict[str, Any]:
 
 def main(args: list[str]) -> None:
     """The command."""
-    words = Words.of(args, {"output": str, "seed": int}, FormatError)
+    words = Words.of(args, {"output": str, "seed": whole(0)}, FormatError)
     if len(words.plain) > 1:
         raise PublishedError(f"published takes one data folder at most and was given {len(words.plain)}")
     published = Published(headmaps(*words.plain), words.get("seed", 0))

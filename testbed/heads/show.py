@@ -18,12 +18,26 @@ TOP = 3  # heads named for each measure
 COLUMNS = ("measure", "task", "unit", "n", "highest: layer.head", "best [95 % interval]", "width", "ties")
 
 
-def show(head_map: HeadMap, out: TextIO) -> None:
-    """Prints tables and verdicts."""
+def show(head_map: HeadMap, out: TextIO, name: str = "head map") -> None:
+    """Prints tables and verdicts.
+
+    Args:
+        head_map: the map.
+        out: where to.
+        name: of the map, for errors.
+
+    Raises:
+        HeadMapError: the evidence is not such as `testbed.heads.evidence` gives.
+    """
     console = Console(file=out, width=None if out.isatty() else PLAIN_WIDTH, highlight=False)
-    for sheet in (measures_sheet(head_map), *carry_over_sheets(head_map)):
+    try:
+        sheets = (measures_sheet(head_map), *carry_over_sheets(head_map))
+        said = [f"left out: {what}: {why}" for what, why in head_map.evidence.get("left_out", {}).items()]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise HeadMapError(f"{name}: evidence that can't be shown ({type(error).__name__}: {error})") from error
+    for sheet in sheets:
         console.print(sheet_table(sheet))
-    for line in notes(head_map):
+    for line in (*said, *verdict_lines(head_map)):
         console.print(line, markup=False, soft_wrap=True)
 
 
@@ -93,10 +107,8 @@ def carry_over_sheets(head_map: HeadMap) -> Iterator[Sheet]:
     yield Sheet(title, ("measure", "between", "rank", "p", *heard), rows)
 
 
-def notes(head_map: HeadMap) -> Iterator[str]:
-    """What was left out, and the verdicts."""
-    for what, why in head_map.evidence.get("left_out", {}).items():
-        yield f"left out: {what}: {why}"
+def verdict_lines(head_map: HeadMap) -> Iterator[str]:
+    """What verdicts say of the map, or that there are none."""
     verdicts = {**kept(head_map.fingerprint), **head_map.verdicts}
     yield from lines(verdicts) if verdicts else ("no verdicts: python -m testbed.heads verdict MAP tries the map",)
 
@@ -111,8 +123,8 @@ def main(args: Sequence[str]) -> None:
     """The command.
 
     Raises:
-        HeadMapError: no file, or not a head map.
+        HeadMapError: no file, not a head map, or one with evidence that can't be shown; names the file.
     """
     if len(args) != 1:
         raise HeadMapError(f"show takes one head map, and was given {len(args)} words")
-    show(HeadMap.read(Path(args[0])), sys.stdout)
+    show(HeadMap.read(Path(args[0])), sys.stdout, args[0])

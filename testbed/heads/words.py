@@ -2,9 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Reads whole numbers of at least `least` that fit into 64 bits."""
+
+    def read(text: str) -> int:
+        value = int(text) if re.fullmatch(r"[+-]?[0-9]{1,19}", text) else None
+        if value is None or not least <= value < 2**63:
+            raise ValueError(f"must be a whole number of at least {least}")
+        return value
+
+    return read
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import TextIO
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from testbed.results import notices, tiers
 from testbed.results.display import ABSENT, Sheet, number_text, policy_name
@@ -39,7 +40,7 @@ ROWS = (
     Row("pages found on the device", None, "tier.hit_rate", None),
     Row("prefetched pages used", None, "tier.prefetch_useful", None),
     Row("quality the guard saw", None, "guard.quality", None),
-    Row("guard, share of time", None, "guard.share", None),
+    Row("guard's probes, share of all time (decode time has none)", None, "guard.share", None),
     Row("KV bytes of the guard's reference", None, "guard.bytes", None),
     Row("predicted, this machine", "sim.local.ms_per_token_full", "sim.local.ms_per_token", None),
     Row("predicted, H200", "sim.h200.ms_per_token_full", "sim.h200.ms_per_token", None),
@@ -85,7 +86,10 @@ def show(record: Record, file: TextIO | None = None) -> None:
     console = Console(file=out, width=None if out.isatty() else PLAIN_WIDTH, highlight=False)
     console.print(result_table(record))
     console.print(
-        "[low, high]: 95 % interval over contexts; saved: against everything in bf16", style="dim", markup=False
+        f"{_counted(record)}; [low, high]: 95 % interval over contexts, of a score that never varies over samples; "
+        "saved: against everything in bf16",
+        style="dim",
+        markup=False,
     )
     for sheet in tiers.sheets(record):
         console.print(sheet_table(sheet))
@@ -109,11 +113,17 @@ def show(record: Record, file: TextIO | None = None) -> None:
             console.print(f"{label}: {line}", style=style, markup=False)
 
 
+def _counted(record: Record) -> str:
+    """How many samples there are, and of how many contexts."""
+    contexts = len({sample.get("context_id") for sample in record.samples})
+    return f"{len(record.samples)} samples of {contexts} context{'' if contexts == 1 else 's'}"
+
+
 def sheet_table(sheet: Sheet) -> Table:
     """A table of text for the terminal."""
-    table = Table(title=sheet.title, title_justify="left")
+    table = Table(title=Text(sheet.title, style="table.title"), title_justify="left")  # as text: names hold brackets
     for at, column in enumerate(sheet.columns):
-        table.add_column(column, justify="left" if at == 0 else "right")
+        table.add_column(Text(column), justify="left" if at == 0 else "right")
     for row in sheet.rows:
-        table.add_row(*row)
+        table.add_row(*map(Text, row))
     return table

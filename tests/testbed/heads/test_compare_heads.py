@@ -136,8 +136,25 @@ def test_what_compare_refuses(tmp_path: Path) -> None:
         main([path])
     with pytest.raises(FormatError, match="no measure 'head_gate'"):
         main([path, f"{path}:head_gate"])
-    with pytest.raises(FormatError, match="unknown key 'sed'"):
-        main([path, path, "sed=1"])
+    for words, said in (
+        ("sed=1", "unknown key 'sed'"),
+        ("seed=-1", "seed=-1: must be a whole number of at least 0"),
+        (f"seed={10**30}", "seed=10+: must be a whole number of at least 0"),
+        ("seed=x", "seed=x: must be a whole number of at least 0"),
+        ("kv_heads=0", "kv_heads=0: must be a whole number of at least 1"),
+        ("kv_heads=77", "ours-none:retrieval_score: 4 KV heads a layer, must be 77"),
+    ):
+        with pytest.raises(FormatError, match=said):
+            main([path, path, words])
+    with pytest.raises(FormatError, match="seed=-1: must be a whole number of at least 0"):
+        published_main(["seed=-1"])
+
+
+def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([plain_map(tmp_path, name, scores(seed)) for seed, name in enumerate(("[bold]", "[", "a[red]"))])
+    said = capsys.readouterr().out
+    for name in ("[1] [bold]", "[2] [ ", "[3] a[red]"):
+        assert name in said
 
 
 @pytest.mark.parametrize(

@@ -209,13 +209,56 @@ def broken_redknot(**changes: Any) -> dict[str, Any]:
         ("1.0\t2.0\n3.0\n", "line 2 has 1 gates, line 1 has 2"),
         ("1.0\tnan\n", "layer 0, head 1 is nan"),
         ("1.0\tabc\n", "line 1 holds no row of gates"),
+        ("1.0\t2.0\n\n3.0\t4.0\n", "line 2 has 0 gates, line 1 has 2"),
+        ("\n1.0\n", "line 1 has 0 gates, line 1 has 0"),
         ("", "empty"),
+        (" \n\n", "empty"),
+        ("5", "holds one number, no map of heads"),
+        ({"0-0": [1], "00-0": [2], "0-1": [3]}, "00-0 names layer 0, head 0 a second time"),
+        ({"0-0": [1], "\u0660-0": [2], "0-1": [3]}, "no head map"),
+        ({"9" * 5000 + "-0": [1]}, "no head map"),
+        ({"0-0": [1e308, 1e308, 1e308]}, "0-0 holds numbers too large to add up"),
+        ({"0-0": [10**400]}, "0-0 holds .* must be a list of numbers"),
+        ('{"0-0": [' + "9" * 5000 + "]}", "no JSON"),
+        ('{"a":' * 100_000, "no JSON"),
+        (broken_redknot(kv_head_classification=[[["local"], "local"]] * 3), r"is of class \['local'\]; known"),
+        (broken_redknot(kv_head_classification=[[{}, "local"]] * 3), "is of class {}; known"),
+        (broken_redknot(kv_head_max_distance=[[10**30, -1], [-1, 1], [-1, 1]]), "head 0 is 10+, must be a whole"),
+        (broken_redknot(kv_head_sink_size=[[4, 4], [4, 2**63], [0, 4]]), "layer 1, head 1 is 9223372036854775808"),
     ],
 )
 def test_broken_files_are_refused_by_name(tmp_path: Path, content: object, error: str) -> None:
     with pytest.raises(FormatError, match=error) as caught:
         load(written(tmp_path, content))
     assert "map.json" in str(caught.value)
+
+
+def test_nesting_of_any_depth_is_refused_by_name(tmp_path: Path) -> None:
+    """Python reads a little more than it writes, so that some depths can be read and not written."""
+    for depth in range(850, 1010):
+        with pytest.raises(FormatError, match=r"map.json: (num_layers=None|nested too deeply|no JSON)"):
+            load(written(tmp_path, '{"kv_head_classification": ' + "[" * depth + "]" * depth + "}"))
+
+
+@pytest.mark.parametrize("content", [GATES, REDKNOT, HEADKV], ids=["duoattention", "redknot", "headkv"])
+def test_files_of_other_systems_are_read(tmp_path: Path, content: object) -> None:
+    """With a byte order mark, and with carriage returns at the ends of lines; written again they have neither."""
+    plain = written(tmp_path, content, "plain", **({} if isinstance(content, str) else {"indent": 2}))
+    data = Path(plain).read_bytes()
+    (tmp_path / "other").write_bytes(b"\xef\xbb\xbf" + data.replace(b"\n", b"\r\n"))
+    found = load(str(tmp_path / "other"))
+    assert found.kind == load(plain).kind
+    assert torch.equal(found.score, load(plain).score)
+    assert render(found).encode() == data
+
+
+def test_numbers_that_are_no_gates_have_no_threshold(tmp_path: Path) -> None:
+    scores = load(written(tmp_path, "-0.1\t0.7\n0.5\t0.2\n"))
+    with pytest.raises(FormatError, match=r"map: numbers from -0.1 to 0.7 are no gates.* global_share"):
+        scores.head_classes()
+    with pytest.raises(FormatError, match=r"numbers from 0.5 to 5 are no gates"):
+        load(written(tmp_path, "0.5\t5\n")).head_classes()
+    assert scores.head_classes(0.25).tolist() == [[Head.LOCAL, Head.GLOBAL], [Head.LOCAL, Head.LOCAL]]
 
 
 def test_words_that_name_no_map_are_refused(tmp_path: Path) -> None:
@@ -243,14 +286,31 @@ def test_words_that_name_no_map_are_refused(tmp_path: Path) -> None:
         (["in", "out", "to=headkv", "heads=5"], "unknown key 'heads'"),
         (["in", "out", "to=headkv", "query_heads=x"], "query_heads=x"),
         (["in", "out", "to=headkv", "to=headkv"], "to is given twice"),
+        (["in", "out", "to=headkv", "query_heads=0"], "query_heads=0: must be a whole number of at least 1"),
+        (["in", "out", "to=headkv", "query_heads=-4"], "query_heads=-4: must be a whole number of at least 1"),
+        (["in", "out", "to=redknot", "window_tokens=0"], "window_tokens=0: must be a whole number of at least 1"),
+        (["in", "out", "to=redknot", "window_tokens=-1"], "window_tokens=-1: must be a whole number of at least 1"),
+        (["in", "out", "to=redknot", f"window_tokens={10**30}"], "window_tokens=10+: must be a whole number"),
+        (["in", "out", "to=redknot", "sink_tokens=-1"], "sink_tokens=-1: must be a whole number of at least 0"),
+        (["in", "out", "to=redknot", "kv_heads=77"], "gates: 2 KV heads a layer, must be 77"),
+        (["red", "out", "to=redknot", "window_tokens=8"], "red states windows and sinks, so window_tokens=8 can't be"),
+        (["red", "out", "to=redknot", "sink_tokens=8"], "red states windows and sinks, so sink_tokens=8 can't be"),
+        (["red", "out", "to=headkv", "query_heads=8"], "query_heads=8: red says that there are 4"),
+        (["kv", "out", "to=headkv", "query_heads=64"], "query_heads=64: kv says that there are 4"),
+        (["kv", "out", "to=headkv", "kv_heads=3"], "4 query heads don't make 3 equal groups"),
     ],
 )
 def test_conversions_that_make_no_sense(tmp_path: Path, args: list[str], error: str) -> None:
-    source = written(tmp_path, GATES, "gates.tsv")
+    files = {
+        "in": written(tmp_path, GATES, "gates.tsv"),
+        "red": written(tmp_path, REDKNOT, "red.json"),
+        "kv": written(tmp_path, HEADKV, "kv.json"),
+    }
     from testbed.heads.convert import main
 
     with pytest.raises(FormatError, match=error):
-        main([arg.replace("in", source, 1) if arg == "in" else arg for arg in args])
+        main([files.get(arg, arg) for arg in args])
+    assert not Path("out").exists()
     assert set(KINDS) >= {"to", "kv_heads"}
 
 

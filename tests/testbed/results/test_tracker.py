@@ -136,7 +136,7 @@ def test_note_that_cannot_be_saved_loses_nothing(tmp_path: Path, monkeypatch: py
     record = make()
     path = save(record, tmp_path / "run")
     before = path.read_bytes()
-    monkeypatch.setattr("testbed.results.record.os.replace", lambda a, b: (_ for _ in ()).throw(OSError(28, "full")))
+    monkeypatch.setattr("testbed.files.os.replace", lambda a, b: (_ for _ in ()).throw(OSError(28, "full")))
     assert Tracker().publish(record, path) == record
     assert path.read_bytes() == before
 
