@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from testbed.engine.reclassify import summary
+from testbed.engine.reclassify import Reclassifying, summary
 from testbed.experiment import Experiment, Outcome
 from testbed.heads.verdict import label
 from testbed.results import stats
@@ -52,9 +52,8 @@ def activity(run: Experiment) -> dict[str, Any]:
     said = label(run.settings.policy.classifier, run.decoder.fingerprint)
     if said:
         out["head_map"] = said
-    changes = [change for each in run.outcomes for change in each.policy.changes]
-    if changes:
-        out["head_changes"] = summary(changes)
+    if isinstance(run.settings.policy.classifier, Reclassifying):
+        out["head_changes"] = summary([change for each in run.outcomes for change in each.policy.changes])
     return out
 
 

@@ -2,6 +2,7 @@
 
 train        record attention on real texts, learn weights for a model and keep them (conf/predictor.yaml)
 evaluate     recall of every predictor on texts that trained none of them (conf/evaluation.yaml)
+needles      what predictors buy: needles at equal pages (conf/needles.yaml)
 background   offsets of the background state, fitted and judged (conf/background.yaml)
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 
 from testbed.commands import dispatch, guarded
 
-COMMANDS = ("train", "evaluate", "background")
+COMMANDS = ("train", "evaluate", "needles", "background")
 
 
 def run(args: Sequence[str]) -> None:

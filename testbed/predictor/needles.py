@@ -1,6 +1,6 @@
 """What a better predictor buys: needles found, and KL to the full cache, where so many pages are read and no more.
 
-    python -m testbed.predictor.needles [key=value ...]
+    python -m testbed.predictor needles [key=value ...]
 
 Contexts are prefilled once and asked under every predictor, share of the pages and treatment of the others: skipped, or
 attended by one mean prototype a page. Plans are made before every step; sinks and the last tokens are always exact. All
@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from policies.base import Predictor
 from testbed.cache.layout import CacheConfig
-from testbed.commands import check_output, check_some, guarded, set_threads
+from testbed.commands import check_output, check_some, set_threads
 from testbed.compose import compose_named, full_policy
 from testbed.engine.evaluate import Answer, agreement, answer
 from testbed.engine.prefill import DenseKV, prefill
@@ -231,7 +231,3 @@ def main(args: Sequence[str]) -> None:
         about |= weights_said(decoder, predictors)
         said = {**about, "config": OmegaConf.to_container(cfg, resolve=True), "found": [asdict(each) for each in found]}
         write_atomically(path, json.dumps(said, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    guarded(lambda: main(sys.argv[1:]))

@@ -205,7 +205,7 @@ def record(
     for index, document in enumerate(corpus):
         path = folder / f"{index:02}-{Path(document.name).stem}.safetensors"
         if not path.exists():
-            progress(f"recording {document.name}", index / len(corpus))
+            progress(f"recording {document.name} ({index + 1} of {len(corpus)})", index / len(corpus))
             record_document(document, decoder, settings, course, model).write(path)
         out.append(Recording.read(path))
     progress("recorded", 1.0)

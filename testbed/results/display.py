@@ -55,11 +55,10 @@ def number_text(number: Number | None, interval: bool = True) -> str:
 
 
 def policy_name(record: Record) -> str:
-    """The policy of a record, from its configuration."""
+    """The policy of a record, from its configuration, and whether it was guarded."""
     policy = record.config.get("policy")
-    if isinstance(policy, dict):
-        return str(policy.get("name", "?"))
-    return str(policy) if policy is not None else "?"
+    name = policy.get("name", "?") if isinstance(policy, dict) else policy
+    return ("?" if name is None else str(name)) + (" with a guard" if record.activity.get("guard") else "")
 
 
 def budget_text(record: Record) -> str:

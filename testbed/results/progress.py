@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import sys
+import time
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
+
+QUIET_S = 30.0  # plain lines: how far a phase is, at most this often
 
 
 class Progress:
@@ -19,7 +22,7 @@ class Progress:
         self._bar = Bar(*columns, TimeElapsedColumn(), TimeRemainingColumn(), console=self._console, transient=True)
         self._live = self._console.is_terminal
         self._task = self._bar.add_task("starting", total=None)
-        self._what = ""
+        self._what, self._said_s = "", time.monotonic()
 
     def __enter__(self) -> Progress:
         """Shows the bar, if this is a terminal."""
@@ -36,7 +39,7 @@ class Progress:
         """A new phase of `total` units (None: unknown)."""
         self._bar.reset(self._task, description=what, total=total, start=True)
         if not self._live and what != self._what:
-            self._console.print(f"{what} ...", markup=False)
+            self._say(f"{what} ...")
         self._what = what
 
     def advance(self, units: float) -> None:
@@ -48,6 +51,12 @@ class Progress:
         if what != self._what:
             self.start(what, 1.0)
         self._bar.update(self._task, completed=done)
+        if not self._live and time.monotonic() - self._said_s > QUIET_S:
+            self._say(f"{what} ... {done:.0%}")
+
+    def _say(self, line: str) -> None:
+        self._console.print(line, markup=False)
+        self._said_s = time.monotonic()
 
     def note(self, line: str) -> None:
         """A line that stays."""

@@ -33,7 +33,7 @@ class Estimate:
 
     Attributes:
         value: the point estimate.
-        ci: (low, high) at 95 %, or None where one sample says nothing.
+        ci: (low, high) at 95 %, or None where one sample, or one group of them, says nothing.
         n: samples.
     """
 
@@ -167,16 +167,11 @@ def _bootstrap(sums: Floats, seed: int) -> tuple[float, float] | None:
 
 
 def _sum_by_group(x: Floats, groups: Sequence[Hashable] | None) -> Floats:
-    """Sums by group, [k, n] -> [k, groups].
-
-    A single group says nothing about spread, so its samples stand for themselves.
-    """
+    """Sums by group, [k, n] -> [k, groups]."""
     if groups is None:
         return x
     if len(groups) != x.shape[1]:
         raise StatsError(f"groups has {len(groups)} entries for {x.shape[1]} samples")
-    if len(set(groups)) == 1:
-        return x
     numbering = {group: at for at, group in enumerate(dict.fromkeys(groups))}
     member = np.zeros((len(groups), len(numbering)))
     member[np.arange(len(groups)), [numbering[group] for group in groups]] = 1.0

@@ -155,14 +155,14 @@ def test_kept_recordings_are_read_and_missing_ones_made(
     settings = RecordingSettings(heads_one_in=1, points=0)
     steps: list[str] = []
     first = record(decoder(), corpus, settings, course(), lambda what, done: steps.append(what))
-    assert steps == ["recording d3", "recording d4", "recorded"]
+    assert steps == ["recording d3 (1 of 2)", "recording d4 (2 of 2)", "recorded"]
     files = sorted(tmp_path.glob("recordings/*/*.safetensors"))
     assert len(files) == 2
     files[1].unlink()
     kept = files[0].stat().st_mtime_ns
     steps.clear()
     again = record(decoder(), corpus, settings, course(), lambda what, done: steps.append(what))
-    assert steps == ["recording d4", "recorded"]
+    assert steps == ["recording d4 (2 of 2)", "recorded"]
     assert files[0].stat().st_mtime_ns == kept
     for one, other in zip(first, again, strict=True):
         for key, value in vars(one).items():

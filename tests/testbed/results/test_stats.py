@@ -66,8 +66,9 @@ def test_grouped_samples_are_not_independent() -> None:
     assert (high - low) / (naive_high - naive_low) == pytest.approx(math.sqrt(10), rel=0.15)
 
 
-def test_one_group_falls_back_to_its_samples() -> None:
-    assert stats.mean([1, 0, 1], groups=["a"] * 3) == stats.mean([1, 0, 1])
+def test_one_group_says_nothing_about_spread() -> None:
+    assert stats.mean([1.0, 0.5, 0.75], groups=["a"] * 3) == stats.Estimate(0.75, None, 3)
+    assert stats.proportion([1, 0, 1], groups=["a"] * 3).ci == stats.wilson(2, 3)
 
 
 def test_ratio_of_means() -> None:
