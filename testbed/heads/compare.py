@@ -12,11 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from pathlib import Path
 from typing import Any, TextIO
 
 from rich.console import Console
 
+from testbed.commands import check_output
 from testbed.heads.agreement import LEVEL, SHARES, Agreement, AgreementError, Overlap, agreement
 from testbed.heads.formats import load
 from testbed.heads.headmap import HeadMap
@@ -208,9 +208,9 @@ def show(compared: Compared, file: TextIO) -> None:
 def main(args: list[str]) -> None:
     """The command."""
     words = Words.of(args, {"kv_heads": whole(1), "seed": whole(0), "output": str}, FormatError)
+    output = check_output("output", words.get("output"))
     compared = compare(words.plain, words.get("kv_heads"), words.get("seed", 0))
     show(compared, sys.stdout)
-    output = words.get("output")
     if output is not None:
-        write_atomically(Path(output), json.dumps(plain(compared), indent=1) + "\n")
+        write_atomically(output, json.dumps(plain(compared), indent=1) + "\n")
         print(f"numbers: {output}")

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from policies.plan import Head
 from testbed.assets import data_dir
+from testbed.commands import check_output
 from testbed.heads.agreement import SHARES, Agreement, agreement, chance_overlap
 from testbed.heads.formats import read
 from testbed.heads.imported import FormatError, ImportedMap
@@ -275,15 +276,15 @@ def main(args: list[str]) -> None:
     words = Words.of(args, {"output": str, "seed": whole(0)}, FormatError)
     if len(words.plain) > 1:
         raise PublishedError(f"published takes one data folder at most and was given {len(words.plain)}")
+    output = check_output("output", words.get("output"))
     published = Published(headmaps(*words.plain), words.get("seed", 0))
     console = Console(width=None if sys.stdout.isatty() else PLAIN_WIDTH, highlight=False)
     figures = published.figures()
     console.print(sheet_table(sheet(figures)))
     for line in (*remarks(published), *missing(figures)):
         console.print(line, markup=False)
-    output = words.get("output")
     if output is not None:
-        write_atomically(Path(output), json.dumps(plain(published), indent=1) + "\n")
+        write_atomically(output, json.dumps(plain(published), indent=1) + "\n")
         print(f"numbers: {output}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from testbed.commands import CommandError
 from testbed.compose import compose_policy
 from testbed.engine.signals import Observed, SignalContext, build_sources
 from testbed.heads.agreement import AgreementError, agreement
@@ -148,6 +150,16 @@ def test_what_compare_refuses(tmp_path: Path) -> None:
             main([path, path, words])
     with pytest.raises(FormatError, match="seed=-1: must be a whole number of at least 0"):
         published_main(["seed=-1"])
+
+
+@pytest.mark.parametrize("command", [main, published_main])
+def test_an_output_that_cannot_be_is_told_first(
+    command: Callable[[list[str]], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for output in (tmp_path, Path(our_map(tmp_path, {})) / "out.json"):
+        with pytest.raises(CommandError, match=f"output={output}: "):
+            command([f"output={output}"])
+    assert not capsys.readouterr().out
 
 
 def test_names_with_brackets_are_printed_as_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
