@@ -115,7 +115,7 @@ def write(imported: ImportedMap, path: str | Path) -> None:
     try:
         write_atomically(Path(path), render(imported))
     except RecordError as error:
-        raise FormatError(f"can't write {path}: {error}") from error
+        raise FormatError(str(error)) from error
 
 
 def render(imported: ImportedMap) -> str:
