@@ -135,11 +135,17 @@ class Recording:
     recall: dict[str, Tensor]
 
     def __post_init__(self) -> None:
-        """Refuses tensors of different numbers of rows and numbers that are none."""
+        """Refuses tensors of other types or numbers of rows and numbers that are none."""
+        for key in ("moment", "head", "phase", "at", "candidate", "has_contribution"):
+            wanted = torch.bool if key in ("candidate", "has_contribution") else torch.int64
+            if getattr(self, key).dtype != wanted:
+                raise RecordingError(f"recording {self.document}: {key} is {getattr(self, key).dtype}, no {wanted}")
         for key in ("moment", "head", "mass", "candidate", "contribution", "has_contribution", "phase", "share", "at"):
             if len(getattr(self, key)) != len(self.features):
                 raise RecordingError(f"recording {self.document}: {key} has {len(getattr(self, key))} rows")
         for key in ("features", "contexts", "mass", "contribution"):
+            if not getattr(self, key).is_floating_point():
+                raise RecordingError(f"recording {self.document}: {key} is {getattr(self, key).dtype}, no float type")
             if not bool(torch.isfinite(getattr(self, key)).all()):
                 raise RecordingError(f"recording {self.document}: {key} holds numbers that are not finite")
 
@@ -173,11 +179,11 @@ class Recording:
             with safe_open(path, "pt") as file:
                 about = json.loads(file.metadata()["about"])
                 if about.pop("schema") != SCHEMA:
-                    raise RecordingError(f"{path}: of another version; delete the file")
+                    raise RecordingError("of another version")
                 tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, no dict
             recall = {key[7:]: tensors.pop(key) for key in list(tensors) if key.startswith("recall.")}
             return Recording(**{**about, "names": tuple(about["names"])}, **tensors, recall=recall)
-        except (OSError, SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
+        except (OSError, SafetensorError, KeyError, TypeError, AttributeError, ValueError) as error:
             raise RecordingError(f"{path}: not a recording ({error}); delete the file to have it made again") from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,12 +22,14 @@ from testbed.engine.signals.core import CoreFeatures
 from testbed.predictor.drive import Learn, Moment, TopShare, drive
 from testbed.predictor.recall import caught
 from testbed.predictor.recording import (
+    SCHEMA,
     Recording,
     RecordingError,
     RecordingSettings,
     record,
     record_document,
 )
+from testbed.tensors import write_tensors
 
 ALL_HEADS = RecordingSettings(heads_one_in=1, points=2)
 STEPS = [at for begin, end in WINDOWS for at in range(begin, end)]
@@ -204,3 +207,23 @@ def test_bad_recordings(recorded: Recording) -> None:
     beside = replace(course(frozenset({"attention_ema"})), beside=frozenset({"attention_ema"}))
     with pytest.raises(RecordingError, match="recording.source='attention_ema'"):
         record_document(document(), decoder(), settings, beside, None)
+
+
+@pytest.mark.parametrize("damage", ["about", "indices", "numbers", "rows", "version"])
+def test_a_damaged_recording_is_named_by_its_file(damage: str, recorded: Recording, tmp_path: Path) -> None:
+    tensors, about = dict(recorded._tensors()), {"document": "d3", "kind": "essay", "part": "train", "names": ["a"]}
+    said: object = {**about, "schema": SCHEMA}
+    if damage == "about":
+        said = 5
+    elif damage == "version":
+        said = {**about, "schema": 99}
+    elif damage == "indices":
+        tensors["head"] = tensors["head"].int()
+    elif damage == "numbers":
+        tensors["mass"] = tensors["mass"].long()
+    else:
+        tensors["share"] = tensors["share"][1:]
+    path = tmp_path / "one.safetensors"
+    write_tensors(path, tensors, {"about": json.dumps(said)})
+    with pytest.raises(RecordingError, match=r"one\.safetensors: not a recording .* delete the file"):
+        Recording.read(path)
