@@ -65,7 +65,7 @@ def query_bound(
         highest: [S, N, D] like lowest, a page's greatest value by channel.
         count: [S] int32, pages each stream has, 0 to N; pages beyond are not read and score -inf. N by default.
         backend: as in `kernels.api.attend`.
-        each_row: every row's own score, not the best row's.
+        each_row: every row's own score, not the best row's; "triton" launches one kernel a row.
 
     Returns:
         [S, N] float32, the maximum over the G * T rows; -inf where no row is left. With `each_row` [S, G * T, N], -inf
@@ -126,14 +126,9 @@ def _page_scores(
         keys = torch.cat([keys, lowest.to(dtype)], 2)
     scores = rows @ keys.transpose(1, 2)
     if each_row:
-        return _best_row(scores.flatten(0, 1).unsqueeze(1), _repeated(count, rows.shape[1])).unflatten(
-            0, rows.shape[:2]
-        )
+        counts = None if count is None else count.repeat_interleave(rows.shape[1])
+        return _best_row(scores.flatten(0, 1).unsqueeze(1), counts).unflatten(0, rows.shape[:2])
     return _best_row(scores, count)
-
-
-def _repeated(count: Tensor | None, rows: int) -> Tensor | None:
-    return None if count is None else count.repeat_interleave(rows)
 
 
 def _best_row(score: Tensor, count: Tensor | None) -> Tensor:

@@ -97,9 +97,10 @@ void score_pages(const Scores& c, int64_t s, const float* q, int64_t rows, int64
     for (int64_t r = 0; r < rows; r += kRows) {
       dot_rows<BOUND>(q + r * c.D, rows * c.D, c.D, h, l, part);
       for (int j = 0; j < 2; ++j)
-        for (float& x : part[j]) best[j] = x > best[j] ? x : best[j], x = x == x ? x : -INFINITY;  // NaN is never greater
+        for (const float x : part[j]) best[j] = x > best[j] ? x : best[j];  // NaN is never greater
       for (int64_t i = 0; c.each && i < kRows && r + i < c.R; ++i) {
-        const float both[2] = {part[0][i], part[1][i]};
+        float both[2];
+        for (int j = 0; j < 2; ++j) both[j] = part[j][i] == part[j][i] ? part[j][i] : -INFINITY;  // a NaN row is out
         write(s * c.R + r + i, both);
       }
     }

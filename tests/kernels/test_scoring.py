@@ -113,12 +113,21 @@ def test_nan_rows_take_no_part_and_empty_pages_rank_last(backend: str) -> None:
     assert (mean_key_score(q, low, backend=backend)[1] == -math.inf).all()
 
 
-@pytest.mark.parametrize("score", [query_bound, lambda q, a, b, *rest: mean_key_score(q, a, *rest)])
+@pytest.mark.parametrize(
+    "score",
+    [
+        query_bound,
+        lambda *given: query_bound(*given, each_row=True),
+        lambda q, a, b, *rest: mean_key_score(q, a, *rest),
+    ],
+    ids=["best row", "each row", "mean key"],
+)
 def test_a_stream_scores_the_same_in_any_batch(score: Callable[..., Tensor]) -> None:
     low, high = pages_of(3, 4, 1201, 80, torch.bfloat16)
-    q = torch.randn(4, 3, 1, 80, generator=torch.Generator().manual_seed(3))
+    q = torch.randn(4, 3, 2, 80, generator=torch.Generator().manual_seed(3))
     count = ints(1201, 7, 600, 513)
     together = score(q, low, high, count, "cpu")
+    torch.testing.assert_close(together, score(q, low, high, count, "reference"), rtol=1e-5, atol=1e-4)
     for s in range(4):
         one = slice(s, s + 1)
         assert torch.equal(score(q[one], low[one], high[one], count[one], "cpu"), together[one])
