@@ -48,7 +48,7 @@ from testbed.predictor.skipping import (
 from testbed.predictor.stand_ins import Prepared, compared, stand_in_table
 from testbed.results.record import write_atomically
 from testbed.setup import build
-from testbed.workloads.base import check_distinct, check_fraction, check_list, check_whole
+from testbed.workloads.base import WorkloadError, check_distinct, check_fraction, check_list, check_whole
 
 ROUNDS = 4
 RIDGE = 0.01  # share of each unknown's own curvature
@@ -281,9 +281,18 @@ def printed(result: Mapping[str, Any]) -> str:
 def configured(cfg: DictConfig) -> BackgroundConfig:
     """The settings of a composed configuration."""
     plain = check_keys("background", cfg.background, [each.name for each in fields(BackgroundConfig)])
-    kinds = [each.name for each in fields(Amounts)]
-    amounts = {part: Amounts(**check_keys(f"background.{part}", cfg.background[part], kinds)) for part in SOURCES}
-    return BackgroundConfig(**{**plain, **amounts})
+    return BackgroundConfig(
+        **{**plain, **{part: _amounts(f"background.{part}", cfg.background[part]) for part in SOURCES}}
+    )
+
+
+def _amounts(key: str, node: object) -> Amounts:
+    """The amounts at a key of the configuration."""
+    given = check_keys(key, node, [each.name for each in fields(Amounts)])
+    try:
+        return Amounts(**given)
+    except WorkloadError as error:
+        raise BackgroundError(f"{key}.{error}") from error
 
 
 def corpus_of(decoder: Decoder, config: BackgroundConfig, parts: Sequence[Part]) -> list[Document]:

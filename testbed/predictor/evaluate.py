@@ -48,7 +48,7 @@ from testbed.results.record import write_atomically
 from testbed.results.stats import Estimate
 from testbed.results.table import PLAIN_WIDTH, sheet_table
 from testbed.setup import build
-from testbed.workloads.base import check_list
+from testbed.workloads.base import check_distinct, check_list
 
 Tell = Callable[[str, float], None]
 
@@ -62,10 +62,12 @@ def parts(names: Sequence[str]) -> dict[str, Predictor]:
 
     Raises:
         EvaluationError: no such YAML.
+        WorkloadError: a name twice.
     """
     folder = resources.files("conf") / "policy" / "predictor"
     known = sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
     names = list(map(str, names))
+    check_distinct("predictors", names)
     unknown = sorted(set(names) - set(known))
     if unknown:
         raise EvaluationError(f"unknown predictor {unknown[0]!r}; there are: {', '.join(known)}")
@@ -355,6 +357,7 @@ def main(args: Sequence[str]) -> None:
     path, texts = check_output("record", cfg.record), settings_of(cfg.corpus)
     settings = RecordingSettings(heads_one_in=cfg.heads_one_in, points=cfg.points)
     course = Course(settings.chooser, shares=cfg.shares, cache=build(cfg.cache, "cache"))
+    check_distinct("shares", course.shares)
     decoder: Decoder = build(cfg.model, "model")
     corpus = documents(decoder, **texts)
     with Progress() as bar:

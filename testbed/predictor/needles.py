@@ -35,7 +35,7 @@ from testbed.results.environment import environment
 from testbed.results.record import write_atomically
 from testbed.results.stats import Estimate, mean, proportion
 from testbed.setup import build
-from testbed.workloads.base import Sample, Workload, check_fraction, check_list, check_whole
+from testbed.workloads.base import Sample, Workload, check_distinct, check_fraction, check_list, check_whole
 
 Say = Callable[[str], None]
 
@@ -201,9 +201,11 @@ def main(args: Sequence[str]) -> None:
     path = check_output("record", cfg.record)
     grid = []
     for key, prototypes in (("shares", False), ("with_prototypes", True)):
-        for share in check_some(key, cfg[key]):
+        shares = check_some(key, cfg[key])
+        for share in shares:
             check_fraction(key, share)
             grid.append((float(share), prototypes))
+        check_distinct(key, shares)
     check_list("shares and with_prototypes", grid)
     predictors = parts(check_list("predictors", cfg.predictors))
     workload, cache = build(cfg.workload, "workload"), build(cfg.cache, "cache")
