@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ast
 from functools import cache
-from importlib.util import find_spec
+from importlib.util import find_spec, resolve_name
 from pathlib import Path
 
 
-def code_of(module: str, within: str) -> str:
-    """Code of a module and of all that it imports, directly or not, from a package.
+def code_of(module: str, *within: str) -> str:
+    """Code of a module and of all that it imports, directly or not, from some packages.
 
     Comments, docstrings and layout are left out.
 
     Args:
         module: dotted name.
-        within: dotted name of the package; imports from elsewhere are not followed.
+        within: dotted names of packages or modules; imports from elsewhere are not followed.
 
     Raises:
         ModuleNotFoundError: no such module.
@@ -32,18 +32,21 @@ def code_of(module: str, within: str) -> str:
 
 
 @cache
-def _meaning(name: str, within: str) -> tuple[str, tuple[str, ...]]:
-    """The code of a module without comments and docstrings, and the modules of the package that it imports."""
-    tree = ast.parse(Path(_origin(name)).read_text())
+def _meaning(name: str, within: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """The code of a module without comments and docstrings, and the modules of the packages that it imports."""
+    origin = _origin(name)
+    package = name if origin.endswith("__init__.py") else name.rpartition(".")[0]
+    tree = ast.parse(Path(origin).read_text())
     imported: list[str] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             imported += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            imported += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.ImportFrom):
+            source = resolve_name("." * node.level + (node.module or ""), package)
+            imported += [source, *(f"{source}.{alias.name}" for alias in node.names)]
         elif isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    inside = [each for each in imported if f"{each}.".startswith(f"{within}.")]
+    inside = [each for each in imported if any(f"{each}.".startswith(f"{place}.") for place in within)]
     return ast.unparse(tree), tuple(each for each in inside if _is_module(each))
 
 
@@ -59,6 +62,5 @@ def _is_module(name: str) -> bool:
     parent, _, last = name.rpartition(".")
     spec = find_spec(parent) if parent else None
     places = () if spec is None else spec.submodule_search_locations or ()
-    return not parent or any(
-        (Path(place) / f"{last}.py").is_file() or (Path(place) / last).is_dir() for place in places
-    )
+    files = (f"{last}.py", f"{last}/__init__.py")
+    return not parent or any((Path(place) / file).is_file() for place in places for file in files)

@@ -94,23 +94,30 @@ def job(command: Callable[[], object]) -> None:
         raise
 
 
-def set_threads(threads: object) -> None:
-    """Sets the compute threads of this process; None leaves all cores.
+def check_threads(key: str, threads: object) -> int | None:
+    """The compute threads that a key asks for; None for all cores.
 
     Raises:
         WorkloadError: not a whole number of at least 1.
         CommandError: more than there are cores.
     """
     if threads is None:
-        return
-    check_whole("threads", threads, 1)
+        return None
+    check_whole(key, threads, 1)
     assert isinstance(threads, int)
     cores = os.cpu_count() or 1
     if threads > cores:
-        raise CommandError(f"threads={threads}: this machine has {cores} cores; or null for all of them")
-    import torch  # here, so that help does not wait for it
+        raise CommandError(f"{key}={threads}: this machine has {cores} cores; or null for all of them")
+    return threads
 
-    torch.set_num_threads(threads)
+
+def set_threads(threads: object) -> None:
+    """Sets the compute threads of this process; None leaves all cores. Raises as `check_threads`."""
+    wanted = check_threads("threads", threads)
+    if wanted is not None:
+        import torch  # here, so that help does not wait for it
+
+        torch.set_num_threads(wanted)
 
 
 def check_some(key: str, values: object) -> tuple[Any, ...]:

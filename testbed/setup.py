@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,13 +14,14 @@ from kernels.api import BACKENDS, choose_backend
 from policies.base import Policy, Tier
 from testbed.cache.archive import check_archive
 from testbed.cache.layout import CacheConfig
+from testbed.commands import check_threads
 from testbed.compose import full_policy, policy_from
 from testbed.engine.guard import GuardConfig, check_reference
 from testbed.engine.session import SessionConfig
 from testbed.heads.calibration import CalibrationConfig
 from testbed.results.tracker import Tracker
 from testbed.sim import hardware
-from testbed.workloads.base import Workload
+from testbed.workloads.base import Workload, check_whole
 
 # What the configuration may hold besides the arguments of parts; "" is its root.
 KEYS = {
@@ -99,21 +99,9 @@ def setup(cfg: DictConfig) -> Setup:
     ok = isinstance(fraction, (int, float)) and not isinstance(fraction, bool) and math.isfinite(fraction)
     if fraction is not None and (not ok or not 0.0 < fraction <= 1.0):
         raise ConfigError(f"budget.fraction={fraction!r}: must be above 0 and at most 1, or null for no limit")
-    for key, value, optional in (
-        ("seed", cfg.seed, False),
-        ("engine.chunk_tokens", cfg.engine.chunk_tokens, False),
-        ("engine.threads", cfg.engine.threads, True),
-    ):
-        least = 0 if key == "seed" else 1
-        if value is None and optional:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{key}={value!r}: must be a whole number of at least {least}")
-    cores = os.cpu_count() or 1
-    if cfg.engine.threads is not None and cfg.engine.threads > cores:
-        raise ConfigError(
-            f"engine.threads={cfg.engine.threads}: this machine has {cores} cores; or null for all of them"
-        )
+    check_whole("seed", cfg.seed, 0)
+    check_whole("engine.chunk_tokens", cfg.engine.chunk_tokens, 1)
+    check_threads("engine.threads", cfg.engine.threads)
     if cfg.engine.kernel is not None and cfg.engine.kernel not in BACKENDS:
         raise ConfigError(
             f"engine.kernel={cfg.engine.kernel!r}: must be one of {', '.join(BACKENDS)}, or null for the fastest here"

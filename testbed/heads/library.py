@@ -28,6 +28,8 @@ from testbed.heads.headmap import SCHEMA, HeadMap, HeadMapError, Measured
 from testbed.models.base import Decoder
 
 Progress = Callable[[str, float], None]
+CODE = ("testbed.heads", "testbed.workloads", "testbed.predictor", "testbed.engine.prefill")
+"""Packages whose code texts and measures come from: what they mean is part of a kept group's name."""
 VIEWS = ("value", "mean", "low", "high")
 
 
@@ -74,7 +76,7 @@ def _listed(folder: str) -> str:
     files = [] if root is None else sorted(path for path in (root / folder).rglob("*") if path.is_file())
     if not files:
         return "not there"
-    listed = "".join(f"{path.name} {path.stat().st_size}\n" for path in files)
+    listed = "".join(f"{path.relative_to(root)} {path.stat().st_size}\n" for path in files)
     return f"{len(files)} files, {hashlib.blake2b(listed.encode(), digest_size=4).hexdigest()}"
 
 
@@ -94,7 +96,7 @@ def groups() -> dict[str, Group]:
 
 def group_path(decoder: Decoder, config: CalibrationConfig, group: Group) -> Path:
     """Where the measures of a group are kept: for that model, those settings and the code of texts and measures."""
-    code = code_of(group.target.rpartition(".")[0], "testbed.heads")
+    code = code_of(group.target.rpartition(".")[0], *CODE)
     chosen = json.dumps((SCHEMA, group.target, group.chosen(config), code), sort_keys=True)
     digest = hashlib.blake2b(chosen.encode(), digest_size=4).hexdigest()
     folder = cache_dir() / "headmaps" / decoder.fingerprint

@@ -214,7 +214,7 @@ def _agents(
     decoder: Decoder, part: Part, length: int, amounts: Amounts, seed: int, text: Text, data: Path | None
 ) -> Made:
     """Sessions of agents, every second of each collection to the part that judges; none that begins too late."""
-    found = agents.sessions(data, decoder.encode)
+    found = agents.sessions(data, decoder.encode) if amounts.agents else []
     chosen = [(each.name, _cut(each.pieces, length)) for each in found if each.judges == (part == "test")]
     answered = [(name, pieces) for name, pieces in chosen if any(len(p.tokens) > 0 for p in pieces[LATE_PIECE:])]
     yield from answered[: amounts.agents]

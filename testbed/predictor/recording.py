@@ -221,7 +221,10 @@ def record(
 def recordings_folder(
     decoder: Decoder, corpus: Sequence[Document], settings: RecordingSettings, course: Course
 ) -> Path:
-    """Where they are kept; another folder as soon as anything that they depend on is another."""
+    """Where they are kept: another folder for other documents, weights, settings or code of the features' signals.
+
+    Other code, as of kernels or of how sessions are driven, is not looked at: after such a change delete the folder.
+    """
     what = (SCHEMA, corpus_hash(corpus), decoder.fingerprint, repr(settings), course.shares, asdict(course.cache))
     digest = hashlib.blake2b(repr((*what, dict(course.signals), _code(settings.source))).encode(), digest_size=8)
     return cache_dir() / "recordings" / f"{decoder.name.replace('/', '_')}-{digest.hexdigest()}"

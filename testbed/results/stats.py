@@ -34,6 +34,7 @@ class Estimate:
     Attributes:
         value: the point estimate.
         ci: (low, high) at 95 %, or None where one sample, or one group of them, says nothing.
+            Of proportions there Wilson's interval over samples stands in, as if they were independent.
         n: samples.
     """
 
@@ -55,7 +56,7 @@ def mean(values: ArrayLike, seed: int = 0, groups: Sequence[Hashable] | None = N
 
 
 def proportion(values: ArrayLike, seed: int = 0, groups: Sequence[Hashable] | None = None) -> Estimate:
-    """Mean of scores that are right (1) or wrong (0); where all are alike, with the Wilson interval.
+    """Mean of scores that are right (1) or wrong (0); where all or all groups are alike, with the Wilson interval.
 
     Takes what `mean` takes. Scores between 0 and 1 are allowed and get the interval of `mean`.
     """

@@ -86,8 +86,8 @@ def show(record: Record, file: TextIO | None = None) -> None:
     console = Console(file=out, width=None if out.isatty() else PLAIN_WIDTH, highlight=False)
     console.print(result_table(record))
     console.print(
-        f"{_counted(record)}; [low, high]: 95 % interval over contexts, of a score that never varies over samples; "
-        "saved: against everything in bf16",
+        f"{_counted(record)}; [low, high]: 95 % interval over contexts (of a score that is the same in all of them, "
+        "or of a single one, over samples); saved: against everything in bf16",
         style="dim",
         markup=False,
     )

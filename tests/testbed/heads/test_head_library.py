@@ -115,7 +115,7 @@ def test_other_data_or_code_has_another_file(
     (folder / "some.jsonl").write_text("{  }")
     seen.append(group_path(decoder, TINY, group))
     assert group_path(decoder, TINY, TEXT) == seen[1]
-    monkeypatch.setattr(library, "code_of", lambda module, within: f"{module} {within}, changed")
+    monkeypatch.setattr(library, "code_of", lambda module, *within: f"{module} {within}, changed")
     seen += [group_path(decoder, TINY, group), group_path(decoder, TINY, TEXT)]
     assert len(set(seen)) == 6
 
