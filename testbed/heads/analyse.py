@@ -21,8 +21,8 @@ from testbed.heads.calibration import CalibrationConfig, CalibrationError
 from testbed.heads.configured import composed
 from testbed.heads.evidence import evidence, longer
 from testbed.heads.headmap import HeadMap, HeadMapError, Measured
+from testbed.heads.kept import locked
 from testbed.heads.library import Group, Progress, group_path, groups, measure_group
-from testbed.heads.verdict import locked
 from testbed.models.base import Decoder
 from testbed.results.progress import Progress as Bar
 from testbed.setup import build

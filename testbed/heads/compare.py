@@ -21,7 +21,7 @@ from testbed.heads.agreement import LEVEL, SHARES, Agreement, AgreementError, Ov
 from testbed.heads.formats import load
 from testbed.heads.headmap import HeadMap
 from testbed.heads.imported import FormatError, ImportedMap
-from testbed.heads.verdict import kept
+from testbed.heads.kept import kept
 from testbed.heads.words import Words, whole
 from testbed.results.display import Sheet
 from testbed.results.record import write_atomically

@@ -22,8 +22,8 @@ from testbed.heads.configured import composed
 from testbed.heads.formats import to_redknot, write
 from testbed.heads.headmap import HeadMap, HeadMapError
 from testbed.heads.imported import ImportedMap
+from testbed.heads.kept import kept, lines
 from testbed.heads.strategies import BLOCK_PAGES, Place, Recommended, Search, Worth, recommend
-from testbed.heads.verdict import kept, lines
 from testbed.models.base import Decoder
 from testbed.results.display import value_text
 from testbed.results.record import write_atomically

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from rich.console import Console
 
 from testbed.heads.headmap import HeadMap, HeadMapError, Measured
-from testbed.heads.verdict import kept, lines
+from testbed.heads.kept import kept, lines
 from testbed.results.display import ABSENT, Sheet
 from testbed.results.table import PLAIN_WIDTH, sheet_table
 

@@ -7,14 +7,10 @@ into the map, or, where none is named, kept for the model; whatever shows a map 
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
+import math
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,20 +18,19 @@ from rich.console import Console
 from torch import Tensor
 
 from policies.base import Classifier, Head, Phase, Plan, Policy, PolicyError, Signals
-from testbed.assets import cache_dir
 from testbed.cache.layout import CacheConfig
 from testbed.commands import check_output, set_threads
 from testbed.compose import compose_policy
 from testbed.engine.signals import SignalContext
 from testbed.heads import trial
 from testbed.heads.configured import composed
-from testbed.heads.headmap import HeadMap, HeadMapError, read_verdict
+from testbed.heads.headmap import HeadMap, HeadMapError
 from testbed.heads.judge import Verdict, judge, reason
+from testbed.heads.kept import add, keep, kept, lines
 from testbed.heads.library import head_measures
 from testbed.models.base import Decoder, Geometry
-from testbed.results.display import Sheet, value_text
+from testbed.results.display import ABSENT, Sheet, value_text
 from testbed.results.progress import Progress
-from testbed.results.record import write_atomically
 from testbed.results.table import PLAIN_WIDTH, sheet_table
 from testbed.setup import build
 from testbed.workloads.base import Sample, check_list
@@ -163,84 +158,12 @@ def verdicts(
     }
 
 
-# --- kept verdicts -----------------------------------------------------------------------------------------------
-
-
-def kept_path(fingerprint: str) -> Path:
-    """Where verdicts about a model are kept on this machine."""
-    return cache_dir() / "headmaps" / f"verdicts-{fingerprint}.json"
-
-
-def kept(fingerprint: str) -> dict[str, dict[str, Any]]:
-    """Classifier -> verdict, of this machine over those that come with the testbed; empty for an unknown model.
-
-    Raises:
-        HeadMapError: a file that is no such thing; names it.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    shipped = resources.files("testbed.heads") / "verdicts" / f"{fingerprint}.json"
-    for path in (shipped, kept_path(fingerprint)):
-        if not path.is_file():
-            continue
-        found |= _read(path)
-    return found
-
-
-def _read(path: Any) -> dict[str, dict[str, Any]]:
-    """The verdicts in a file."""
-    try:
-        return {name: read_verdict(name, verdict) for name, verdict in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise HeadMapError(f"{path}: not verdicts ({error}); delete the file") from error
-
-
-@contextlib.contextmanager
-def locked() -> Iterator[None]:
-    """One process at a time reads and replaces a head map or the verdicts that are kept."""
-    path = cache_dir() / "headmaps" / ".lock"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel lets go of it when its holder dies
-        yield
-
-
-def keep(fingerprint: str, judged: Mapping[str, Mapping[str, Any]]) -> Path:
-    """Adds verdicts to those kept on this machine, whoever else does so."""
-    path = kept_path(fingerprint)
-    with locked():
-        plain = {**(_read(path) if path.is_file() else {}), **judged}
-        write_atomically(path, json.dumps(plain, indent=1, allow_nan=False) + "\n")
-    return path
-
-
-def add(path: Path, fingerprint: str, judged: Mapping[str, Mapping[str, Any]]) -> None:
-    """Adds verdicts to a head map as it is by now, whoever else wrote it since.
-
-    Raises:
-        HeadMapError: it is of other weights by now, or can't be read or written.
-    """
-    with locked():
-        head_map = HeadMap.read(path)
-        if head_map.fingerprint != fingerprint:
-            raise HeadMapError(f"{path}: was replaced by a map of other weights ({head_map.fingerprint})")
-        for name, verdict in judged.items():
-            head_map = head_map.with_verdict(name, verdict)
-        head_map.write(path)
-
-
 def label(classifier: Classifier, fingerprint: str) -> str:
     """What must be said wherever this classifier is used on this model: "" unless it failed to beat chance."""
     for verdict in kept(fingerprint).values():
         if verdict.get("identity") == identity(classifier) and not verdict["beats_random"]:
             return f"this head map is not better than random: {verdict['why']}"
     return ""
-
-
-def lines(judged: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    """One line a classifier: kept verdicts, or `Judged.plain`."""
-    for name, verdict in judged.items():
-        says = "beats random" if verdict["beats_random"] else "not better than random"
-        yield f"{name}: {says}: {verdict['why']}"
 
 
 # --- the command -------------------------------------------------------------------------------------------------
@@ -257,18 +180,18 @@ def sheet(judged: Mapping[str, Judged]) -> Sheet:
                 "beats random" if found.beats_random else "not better than random",
                 f"{found.kl:.3f}",
                 f"{found.kl_random:.3f} ({found.kl_random_low:.3f} to {found.kl_random_high:.3f})",
-                f"{found.difference:+.3f} [{found.low:+.3f}, {found.high:+.3f}]",
+                f"{found.difference:+.3f} [{_known('{:+.3f}, {:+.3f}', found.low, found.high)}]",
                 f"{found.p:.3f}",
                 f"{found.p_map:.4f}",
                 f"{found.loss:+.3f} / {found.loss_random:+.3f}",
-                f"{found.text_kl:.4f} / {found.text_kl_random:.4f}",
+                _known("{:.4f} / {:.4f}", found.text_kl, found.text_kl_random),
                 value_text(found.device_bytes, "bytes"),
             )
         )
     some = next(iter(judged.values())).verdict
     title = (
-        f"Head maps against {some.random_maps} random ones of the same bytes, {some.samples} needles in "
-        f"{some.contexts} contexts; KL to the full cache in nats"
+        f"Head maps against {some.random_maps} random ones of the same bytes, {_counted(some.samples, 'needle')} "
+        f"in {_counted(some.contexts, 'context')}; KL to the full cache in nats"
     )
     columns = (
         "classifier",
@@ -283,6 +206,15 @@ def sheet(judged: Mapping[str, Judged]) -> Sheet:
         "bytes",
     )
     return Sheet(title, columns, rows)
+
+
+def _known(text: str, *values: float) -> str:
+    """The values in a text, or the sign of absence where nobody could tell one."""
+    return text.format(*values) if all(map(math.isfinite, values)) else ABSENT
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def main(args: list[str]) -> None:

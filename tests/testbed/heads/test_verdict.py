@@ -18,7 +18,7 @@ from policies.classifiers.by_measure import ByMeasure
 from testbed.cache.layout import CacheConfig, Hot
 from testbed.compose import compose_policy
 from testbed.engine.signals import SignalContext
-from testbed.heads import trial, verdict
+from testbed.heads import kept, trial, verdict
 from testbed.heads.headmap import HeadMap, HeadMapError, Measured
 from testbed.heads.judge import further_map, judge, reason
 from testbed.heads.trial import Trial, TrialConfig
@@ -153,6 +153,22 @@ def test_text_is_told_apart_from_needles() -> None:
     assert (found.kl, found.text_kl, found.text_kl_random) == (0.5, 0.25, 0.125)
 
 
+def test_the_table_says_what_nobody_could_tell() -> None:
+    kl = {"mine": [0.5], **{name: [1.0] for name in CHANCE}}
+    text = made({name: [0.25] for name in kl}, ["t"], "text")
+    shown = []
+    for trials in (made(kl, ["a"]), made(kl, ["a"]) + text, made({n: x * 2 for n, x in kl.items()}, ["a", "b"])):
+        found = verdict.Judged(CLASSES, "x", judge(trials, "mine", list(CHANCE), CLASSES))
+        sheet = verdict.sheet({"mine": found})
+        cells = dict(zip(sheet.columns, sheet.rows[0], strict=True))
+        shown.append((sheet.title.split(", ")[1].split(";")[0], cells["difference"], cells["KL on text / random"]))
+    assert shown == [
+        ("1 needle in 1 context", "-0.500 [–]", "–"),
+        ("1 needle in 1 context", "-0.500 [–]", "0.2500 / 0.2500"),
+        ("2 needles in 2 contexts", "-0.500 [-0.500, -0.500]", "–"),
+    ]
+
+
 def test_the_rank_among_random_maps_counts_equals() -> None:
     assert further_map(1.0, [0.5, 1.0, 1.5]) == (3 / 4, 2)
     assert further_map(0.1, [0.5, 1.0, 1.5]) == (1 / 4, 0)
@@ -229,9 +245,9 @@ def test_the_command_judges_keeps_and_labels(
     assert "retrieval: not better than random" in out
     head_map = HeadMap.read(path)
     assert set(head_map.verdicts) == {"retrieval", "stride"}
-    kept = verdict.kept(decoder.fingerprint)
-    assert kept["retrieval"]["heads"] == {"local": 3, "global": 1, "special": 0, "dense": 0}
-    assert json.dumps(kept["stride"]["samples"]) == "1"
+    found = kept.kept(decoder.fingerprint)
+    assert found["retrieval"]["heads"] == {"local": 3, "global": 1, "special": 0, "dense": 0}
+    assert json.dumps(found["stride"]["samples"]) == "1"
     # One context can't be better often enough, whatever the map: the label says so wherever the classifier is used.
     part = compose_policy("redknot").classifier
     assert "not better than random" in verdict.label(part, decoder.fingerprint)

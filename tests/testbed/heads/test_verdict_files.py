@@ -13,7 +13,7 @@ import torch
 from tiny_run import save_model, save_text
 
 from policies.classifiers.by_measure import ByMeasure
-from testbed.heads import analyse, recommend, show, verdict
+from testbed.heads import analyse, kept, recommend, show, verdict
 from testbed.heads.headmap import HeadMap, HeadMapError, Measured
 from testbed.models import load
 from testbed.models.hf import HfDecoder
@@ -75,10 +75,10 @@ def strict(path: Path) -> Any:
 
 def test_one_context_has_no_interval_and_files_hold_no_infinity(path: Path, decoder: HfDecoder) -> None:
     judge(path, decoder)
-    kept = strict(verdict.kept_path(decoder.fingerprint))["retrieval"]
-    assert (kept["low"], kept["high"], kept["beats_random"]) == (None, None, False)
-    assert "1 context gives no interval" in kept["why"]
-    assert "inf" not in kept["why"]
+    found = strict(kept.kept_path(decoder.fingerprint))["retrieval"]
+    assert (found["low"], found["high"], found["beats_random"]) == (None, None, False)
+    assert "1 context gives no interval" in found["why"]
+    assert "inf" not in found["why"]
     assert strict(path)["verdicts"]["retrieval"]["low"] is None
     assert HeadMap.read(path).verdicts["retrieval"]["high"] is None
 
@@ -97,11 +97,11 @@ def during(monkeypatch: pytest.MonkeyPatch, where: Any, name: str, what: Callabl
 def test_verdicts_given_meanwhile_stay(path: Path, decoder: HfDecoder, monkeypatch: pytest.MonkeyPatch) -> None:
     def another() -> None:
         HeadMap.read(path).with_verdict("duo", PLAIN).write(path)
-        verdict.keep(decoder.fingerprint, {"duo": PLAIN})
+        kept.keep(decoder.fingerprint, {"duo": PLAIN})
 
     during(monkeypatch, verdict, "verdicts", another)
     judge(path, decoder)
-    assert set(HeadMap.read(path).verdicts) == {"duo", "retrieval"} == set(verdict.kept(decoder.fingerprint))
+    assert set(HeadMap.read(path).verdicts) == {"duo", "retrieval"} == set(kept.kept(decoder.fingerprint))
 
 
 def test_verdicts_given_while_heads_are_measured_stay(
@@ -109,7 +109,7 @@ def test_verdicts_given_while_heads_are_measured_stay(
 ) -> None:
     measured = HeadMap.read(path)
     monkeypatch.setattr(analyse, "analyse", lambda *given: measured)
-    during(monkeypatch, analyse, "analyse", lambda: verdict.add(path, decoder.fingerprint, {"duo": PLAIN}))
+    during(monkeypatch, analyse, "analyse", lambda: kept.add(path, decoder.fingerprint, {"duo": PLAIN}))
     analyse.main(["threads=1", f"output={path}", *model(decoder)])
     assert HeadMap.read(path).verdicts == {"duo": PLAIN}
 
@@ -118,17 +118,17 @@ def test_many_at_once_lose_none(path: Path, decoder: HfDecoder) -> None:
     names = [f"classifier {at}" for at in range(16)]
 
     def one(name: str) -> None:
-        verdict.add(path, decoder.fingerprint, {name: PLAIN})
-        verdict.keep(decoder.fingerprint, {name: PLAIN})
+        kept.add(path, decoder.fingerprint, {name: PLAIN})
+        kept.keep(decoder.fingerprint, {name: PLAIN})
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(one, names))
-    assert set(HeadMap.read(path).verdicts) == set(names) == set(verdict.kept(decoder.fingerprint))
+    assert set(HeadMap.read(path).verdicts) == set(names) == set(kept.kept(decoder.fingerprint))
 
 
 def test_a_map_of_other_weights_by_then_is_left_alone(path: Path, decoder: HfDecoder) -> None:
     with pytest.raises(HeadMapError, match=r"map\.json: was replaced by a map of other weights"):
-        verdict.add(path, "f" * 16, {"duo": PLAIN})
+        kept.add(path, "f" * 16, {"duo": PLAIN})
     assert HeadMap.read(path).verdicts == {}
     assert decoder.fingerprint == HeadMap.read(path).fingerprint
 
@@ -137,31 +137,31 @@ def test_a_map_of_other_weights_by_then_is_left_alone(path: Path, decoder: HfDec
 def test_broken_kept_verdicts_are_told_before_the_trial(
     path: Path, decoder: HfDecoder, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
-    kept = verdict.kept_path(decoder.fingerprint)
-    kept.parent.mkdir(parents=True)
-    kept.write_text(text)
+    file = kept.kept_path(decoder.fingerprint)
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
     tried: list[str] = []
     during(monkeypatch, verdict, "verdicts", lambda: tried.append("yes"))
     uses: list[Callable[[], object]] = [
         lambda: judge(path, decoder),
         lambda: verdict.label(ByMeasure("retrieval_score", 0.5, 0.5, "low"), decoder.fingerprint),
-        lambda: verdict.keep(decoder.fingerprint, {"duo": PLAIN}),
+        lambda: kept.keep(decoder.fingerprint, {"duo": PLAIN}),
         lambda: show.main([str(path)]),
         lambda: recommend.main([str(path), "length=1000", "budget.fraction=1", *model(decoder)]),
     ]
     for use in uses:
-        with pytest.raises(HeadMapError, match=f"^{kept}: .*; delete the file$"):
+        with pytest.raises(HeadMapError, match=f"^{file}: .*; delete the file$"):
             use()
     assert tried == []
-    assert kept.read_text() == text
+    assert file.read_text() == text
 
 
 def test_the_map_has_its_verdicts_even_where_none_can_be_kept(
     path: Path, decoder: HfDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = verdict.kept_path(decoder.fingerprint)
-    kept.parent.mkdir(parents=True)
-    during(monkeypatch, verdict, "verdicts", lambda: kept.write_text("[]"))
+    file = kept.kept_path(decoder.fingerprint)
+    file.parent.mkdir(parents=True)
+    during(monkeypatch, verdict, "verdicts", lambda: file.write_text("[]"))
     with pytest.raises(HeadMapError, match="not verdicts"):
         judge(path, decoder)
     assert set(HeadMap.read(path).verdicts) == {"retrieval"}
