@@ -313,7 +313,10 @@ def test_words_that_name_no_map_are_refused(tmp_path: Path) -> None:
         (["kv", "out", "to=headkv", "kv_heads=3"], "4 query heads don't make 3 equal groups"),
     ],
 )
-def test_conversions_that_make_no_sense(tmp_path: Path, args: list[str], error: str) -> None:
+def test_conversions_that_make_no_sense(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], error: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     files = {
         "in": written(tmp_path, GATES, "gates.tsv"),
         "red": written(tmp_path, REDKNOT, "red.json"),
