@@ -100,8 +100,8 @@ class Beside:
                 source.watch_lock(begin, end)
 
     def note(self, ids: Tensor, role: int, logits: Tensor | None) -> None:
-        """A turn [T], all of it, that the session ran, and its logits [T, V] if all were asked for."""
-        if self._guard is not None:
+        """A turn [T], as far as the session ran it, and its logits [T, V] if all were asked for."""
+        if self._guard is not None and len(ids):
             self._guard.note(ids, role, logits, turn=True)
 
     def guarded(self, session: Session, ids: Tensor, role: int, logits: Tensor) -> Tensor:
@@ -128,8 +128,7 @@ class Beside:
         """Raises SavedError if there are companions, which no file holds, or a guard gave the session their cache."""
         if self._truth is not None:
             raise SavedError(f"{path}: a session that follows the full cache (signal next_mass) can't be saved")
-        if guard is not None and guard.active:
-            raise SavedError(f"{path}: a guarded session can't be saved or resumed; it needs its reference")
+        check_unguarded(path, guard)
 
     def close(self) -> None:
         """Frees their caches."""
@@ -137,3 +136,9 @@ class Beside:
             self._truth.session.close()
         if self._guard is not None:
             self._guard.reference.close()
+
+
+def check_unguarded(path: str | Path, guard: GuardConfig | None) -> None:
+    """Raises SavedError if there is a guard, whose reference no file holds."""
+    if guard is not None and guard.active:
+        raise SavedError(f"{path}: a guarded session can't be saved or resumed; it needs its reference")

@@ -1,10 +1,10 @@
 """The quality guard: every so many tokens the policy's next-token distributions meet those of a better cache.
 
 A reference session (the full cache, or the same policy with a larger budget) is kept beside the guarded one and lags
-behind; at a probe it catches up on all tokens since the last one in one run of the model, so that k tokens cost little
-more than one. Where the policy's distributions are worse than the threshold allows, its budget is raised, at most a few
-times, and then the session goes on with the reference's cache. The price is stated with the outcome: the seconds of the
-probes and the bytes of the reference.
+behind; at a probe it catches up on all tokens since the last one: a full cache in one run of the model, so that k
+tokens cost little more than one; a larger budget step by step, at a step's price each. Where the policy's distributions
+are worse than the threshold allows, its budget is raised, at most a few times, and then the session goes on with the
+reference's cache. The price is stated with the outcome: the seconds of the probes and the bytes of the reference.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class Guard:
         self.reference.start(dense, roles=roles)
 
     def note(self, ids: Tensor, role: int, logits: Tensor | None, turn: bool) -> None:
-        """A whole turn or a decode step, tokens [T], and the session's logits [T, V] after them, if all were wanted."""
+        """What was run of a turn, or a decode step, tokens [T]; the session's logits [T, V] if all were wanted."""
         if logits is not None and len(logits) != len(ids):
             logits = None
         self._runs.append(_Run(ids, role, turn, None if logits is None else logits.clone()))
@@ -198,12 +198,12 @@ class Guard:
         The session's cache and policy are the reference's afterwards if there was nothing left to raise.
         """
         started = time.perf_counter()
+        noted, self._runs = self._runs, []  # whatever fails below, nothing is run twice
         # A full cache decides nothing, so that all may be one run; a policy must meet turns and steps as they were.
-        runs = _joined(self._runs) if self.config.reference == FULL else self._runs
+        runs = _joined(noted) if self.config.reference == FULL else noted
         both = [(run.logits, self._follow(run)) for run in runs]
         ours, theirs = (torch.cat([x for x in side if x is not None]) for side in zip(*both, strict=True))
         worth = quality(ours, theirs, self.config.measure)
-        self._runs = []
         action = "" if worth >= self.config.threshold else self._act(session)
         self.probes.append(
             Probe(

@@ -28,7 +28,7 @@ from testbed.decisions import DecisionLog, Move, Step
 from testbed.engine import saved
 from testbed.engine.accounts import device_budget_bytes, free_device_bytes, full_bytes, log_header, planned_device_bytes
 from testbed.engine.batch import Batch, model_id, run_together
-from testbed.engine.beside import Beside
+from testbed.engine.beside import Beside, check_unguarded
 from testbed.engine.guard import GuardConfig
 from testbed.engine.idle import Idle, parked
 from testbed.engine.lost import mended
@@ -154,20 +154,23 @@ class Session:
             return None if logits == "none" else torch.zeros(0, self.decoder.geometry.vocab, device=ids.device)
         for source in self.sources.values():
             source.watch_turn(ids)
-        out = []
-        for part in ids.split(self.config.cache.hot_tokens):
-            started, stalled = time.perf_counter(), self.stall_s
-            started += self.look_ahead(part)
-            moves = self._plan(Phase.TURN, len(part))
-            got = run_together([self], part.unsqueeze(0), logits, [role])
-            out.append(None if got is None else got[0])
-            total = time.perf_counter() - started
-            self._story.turn_times.append(StepTime(total, self._plan_s, self.stall_s - stalled))
-            self._log("extend", len(part), True, moves)
-        self._plan_next()  # the turn's queries are known now
-        kept = [x for x in out if x is not None]
-        said = (torch.cat(kept) if logits == "all" else kept[-1]) if kept else None
-        self._beside.note(ids, role, said)
+        out: list[Tensor] = []
+        ran = 0
+        try:
+            for part in ids.split(self.config.cache.hot_tokens):
+                started, stalled = time.perf_counter(), self.stall_s
+                started += self.look_ahead(part)
+                moves = self._plan(Phase.TURN, len(part))
+                got = run_together([self], part.unsqueeze(0), logits, [role])
+                ran += len(part)
+                out += [] if got is None else [got[0]]
+                total = time.perf_counter() - started
+                self._story.turn_times.append(StepTime(total, self._plan_s, self.stall_s - stalled))
+                self._log("extend", len(part), True, moves)
+            self._plan_next()  # the turn's queries are known now
+        finally:  # a later part may have failed: what came before it is in the text
+            said = (torch.cat(out) if logits == "all" else out[-1]) if out else None
+            self._beside.note(ids[:ran], role, said)
         return said
 
     def step(self, token: int | Tensor, role: int = Role.GENERATED) -> Tensor:
@@ -309,6 +312,7 @@ class Session:
         """
         with Reader(Path(path)) as reader:
             saved.check(reader, decoder, policy, config)
+            check_unguarded(path, config.guard)
             session = Session(decoder, policy, config, context, pools)
             try:
                 session._beside.check_saved(path, config.guard)

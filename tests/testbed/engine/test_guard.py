@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 from tiny import CACHE, Run, decode, decoder, measures, text, truth
 
 from policies.base import Policy, Role
+from testbed.cache.flights import LostPages
 from testbed.cache.layout import CacheConfig
 from testbed.cache.pool import CacheError
 from testbed.cache.saved import SavedError
 from testbed.compose import compose_policy
 from testbed.decisions import diff
-from testbed.engine.batch import Batch, shared_pools
+from testbed.engine.batch import Batch, run_together, shared_pools
 from testbed.engine.evaluate import answer
 from testbed.engine.full import full_session
 from testbed.engine.guard import MEASURES, GuardConfig, GuardError, quality
@@ -177,9 +178,12 @@ def test_a_guarded_session_is_never_saved(switched: bool, tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_nothing_is_resumed_under_a_guard_whose_reference_has_seen_nothing(tmp_path: Path) -> None:
+def test_nothing_is_resumed_under_a_guard_whose_reference_has_seen_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = Run(fraction=0.6).start(compose_policy("streaming"), CONTEXT)
     session.save(tmp_path / "talk")
+    monkeypatch.setattr("testbed.engine.guard.full_session", lambda *_: pytest.fail("built in vain"))
     config = replace(session.config, guard=GuardConfig(every_tokens=4))
     with pytest.raises(SavedError, match="talk: a guarded session"):
         Session.resume(tmp_path / "talk", decoder(), session.policy, config, SignalContext(16, measures))
@@ -294,6 +298,48 @@ def test_a_full_cache_catches_up_in_one_run_on_all_tokens(
     (probe,) = session.story.probes
     assert probe.positions == 20 + (len(LONG) if logits == "all" else 0)
     assert reference.tokens.tolist() == [*CONTEXT, *LONG, *SAID]
+
+
+@pytest.mark.parametrize("reference", ["full", 0.9])
+def test_a_failed_probe_runs_nothing_twice(reference: str | float, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = guarded(GuardConfig(every_tokens=4, threshold=0.0, reference=reference))
+
+    def broken(*_: object) -> float:
+        raise GuardError("reference")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("testbed.engine.guard.quality", broken)
+        with pytest.raises(GuardError):
+            decode(session, SAID[:4])
+    decode(session, SAID[4:8])
+    (probe,) = session.story.probes
+    assert probe.positions == 4
+    assert session._beside._guard.reference.tokens.tolist() == [*CONTEXT, *SAID[:8]]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("logits", ["none", "last", "all"])
+@pytest.mark.parametrize("parts", [0, 1])
+def test_what_was_run_of_a_turn_that_failed_is_run_by_the_reference(
+    parts: int, logits: Literal["none", "last", "all"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran, runs = LONG[: parts * CACHE["hot_tokens"]], 0
+    session = guarded(GuardConfig(every_tokens=len(ran) + 4, threshold=0.0))
+
+    def lost(*args: Any) -> torch.Tensor | None:
+        nonlocal runs
+        runs += 1
+        if runs > parts:
+            raise LostPages(torch.zeros(0, 2, dtype=torch.long), "gone")
+        return run_together(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("testbed.engine.session.run_together", lost)
+        with pytest.raises(LostPages):
+            session.extend(LONG, logits)
+    decode(session, SAID[:4])
+    assert session.tokens.tolist() == [*CONTEXT, *ran, *SAID[:4]]
+    assert session._beside._guard.reference.tokens.tolist() == session.tokens.tolist()  # type: ignore[union-attr]
+    assert [probe.positions for probe in session.story.probes] == [4 + (len(ran) if logits == "all" else 0)]
 
 
 def test_watched_signals_stay_watched_after_the_switch() -> None:
