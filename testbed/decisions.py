@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from policies.base import Format, Mode, Tier
+from testbed.files import replacing
 
 SCHEMA = 1
 PHASES = ("prefill", "compress", "turn", "extend", "decode")
@@ -209,17 +208,10 @@ class DecisionLog:
         """
         target = Path(path)
         lines = [_header_line(self.header), *(_step_line(step) for step in self.steps)]
-        temporary = ""
         try:
-            handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
-            with os.fdopen(handle, "w", encoding="utf-8") as out:
+            with replacing(target, make_folder=False) as partial, open(partial, "w", encoding="utf-8") as out:
                 out.writelines(line + "\n" for line in lines)
-                out.flush()
-                os.fsync(out.fileno())
-            os.replace(temporary, target)
         except OSError as error:
-            if temporary:
-                Path(temporary).unlink(missing_ok=True)
             raise LogError(f"can't write the decision log {target}: {error.strerror or error}") from error
 
     @staticmethod

@@ -29,18 +29,21 @@ def target_of(path: Path) -> Path:
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, make_folder: bool = True) -> Iterator[Path]:
     """A temporary file beside the one to write, which replaces it when the block ends well, in one step.
 
     Args:
-        path: see `target_of`; its folder is made.
+        path: see `target_of`.
+        make_folder: make its folder where there is none.
 
     Raises:
-        OSError: see `target_of`, or the file system refused; names the path, and nothing half-written stays.
+        OSError: see `target_of`, or the file system refused; names the path, and nothing half-written stays. So is
+            every OSError of the block renamed, whatever file it was about.
     """
     try:
         target = target_of(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if make_folder:
+            target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{target.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
         try:
             yield partial

@@ -12,7 +12,7 @@ from testbed.files import replacing
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], about: Mapping[str, str]) -> None:
-    """Replaces the file in one step.
+    """Replaces the file in one step; until then memory holds all of it a second time.
 
     Args:
         path: of the file; its folder is made.

@@ -9,6 +9,7 @@ prediction with that time says something. Sizes are large enough to come from me
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -27,6 +28,7 @@ from torch.nn.functional import linear
 
 from kernels.gemv import NATIVE_ROWS, gemv_bf16
 from testbed.assets import cache_dir
+from testbed.files import replacing
 from testbed.sim.hardware import UNITS, Hardware, HardwareError, Quantity, quantity
 
 TIMED_CODE = ("testbed/models", "testbed/sim", "kernels", "kernels/cpu")  # a change there asks for new numbers
@@ -295,13 +297,8 @@ def _stored(path: Path, name: str) -> Hardware | None:
 
 def _store(path: Path, raw: dict[str, Any]) -> None:
     """Keeps the numbers; a cache folder that can't be written costs a measurement each time, no more."""
-    temporary = path.with_suffix(f".{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(raw, indent=1), encoding="utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
+    with contextlib.suppress(OSError), replacing(path) as partial:
+        partial.write_text(json.dumps(raw, indent=1), encoding="utf-8")
 
 
 def main() -> None:

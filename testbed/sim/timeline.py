@@ -6,11 +6,11 @@ Format: "Trace Event Format", complete events ("X") with microseconds, one threa
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from testbed.files import replacing
 from testbed.sim.node import Row
 
 TRACKS = ("compute", "host_read", "host_write", "disk_read", "disk_write")
@@ -43,10 +43,5 @@ def chrome_trace(rows: Iterable[Row], process: str = "twin") -> dict[str, Any]:
 
 def write_trace(rows: Iterable[Row], path: Path | str, process: str = "twin") -> None:
     """Writes the trace whole or not at all; OSError where the place can't be written."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        temporary.write_text(json.dumps(chrome_trace(rows, process)), encoding="utf-8")
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(Path(path), make_folder=False) as partial:
+        partial.write_text(json.dumps(chrome_trace(rows, process)), encoding="utf-8")

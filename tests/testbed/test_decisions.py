@@ -178,7 +178,7 @@ def test_full_disk_leaves_the_old_log(tmp_path: Path, monkeypatch: pytest.Monkey
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("testbed.decisions.os.fsync", full)
+    monkeypatch.setattr("testbed.files.os.fsync", full)
     with pytest.raises(LogError, match="No space left"):
         DecisionLog(HEADER, ()).write(path)
     assert DecisionLog.read(path) == LOG

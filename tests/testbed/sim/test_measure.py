@@ -88,6 +88,15 @@ def test_busy_machine_keeps_nothing(
     assert not cache.exists()
 
 
+def test_a_folder_that_cannot_be_made_costs_no_more_than_a_measurement(
+    measured: dict[str, Quantity], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache.write_text("no folder")
+    monkeypatch.setattr(measure, "measure", lambda: measured)
+    assert measure.local().quantities == measured
+    assert cache.read_text() == "no folder"
+
+
 def test_other_thread_count_is_another_machine() -> None:
     threads = torch.get_num_threads()
     try:
