@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from testbed.results import stats
-from testbed.results.display import budget_fraction, budget_text, policy_name
+from testbed.results.display import budget_fraction, budget_text, plain_policy_name, policy_name
 from testbed.results.html import flatten
 from testbed.results.record import FILE_NAME, Record, RecordError, load
 
@@ -48,7 +48,8 @@ class Variant:
     """Runs that differ only in their seed.
 
     Attributes:
-        policy: its name.
+        policy: its name, and whether it was guarded.
+        plain_policy: its name alone.
         budget: for people.
         fraction: of the full cache in bf16, None for no limit.
         detail: other keys in which this variant differs from those of the same policy and budget.
@@ -56,6 +57,7 @@ class Variant:
     """
 
     policy: str
+    plain_policy: str
     budget: str
     fraction: float | None
     detail: str
@@ -110,10 +112,12 @@ class Setting:
     variants: tuple[Variant, ...]
 
     def find(self, name: str) -> Variant | None:
-        """The variant with that label or policy name; the one with the largest budget if several."""
-        exact = [variant for variant in self.variants if variant.label == name]
-        named = exact or [variant for variant in self.variants if variant.policy == name]
-        return max(named, key=lambda variant: variant.fraction or 1.0, default=None)
+        """The variant with that label or policy name, an unguarded one first; the largest budget if several."""
+        for key in ("label", "policy", "plain_policy"):
+            named = [variant for variant in self.variants if getattr(variant, key) == name]
+            if named:
+                return max(named, key=lambda variant: variant.fraction or 1.0)
+        return None
 
 
 def find_records(paths: Iterable[str | Path]) -> tuple[list[Record], list[str]]:
@@ -186,10 +190,10 @@ def _variants(records: Sequence[Record]) -> tuple[Variant, ...]:
         for at, text in zip(members, _differences([_relevant(groups[at][0]) for at in members]), strict=True):
             details[at] = text
     found = [
-        Variant(policy_name(g[0]), budget_text(g[0]), budget_fraction(g[0]), detail, tuple(g))
+        Variant(policy_name(g[0]), plain_policy_name(g[0]), budget_text(g[0]), budget_fraction(g[0]), detail, tuple(g))
         for g, detail in zip(groups, details, strict=True)
     ]
-    return tuple(sorted(found, key=lambda v: (v.policy != FULL, v.policy, v.fraction or 1.0, v.detail)))
+    return tuple(sorted(found, key=lambda v: (v.plain_policy != FULL, v.policy, v.fraction or 1.0, v.detail)))
 
 
 def _setting(record: Record) -> dict[str, Any]:

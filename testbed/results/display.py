@@ -54,11 +54,16 @@ def number_text(number: Number | None, interval: bool = True) -> str:
     return f"{text} [{low}, {high}]"
 
 
-def policy_name(record: Record) -> str:
-    """The policy of a record, from its configuration, and whether it was guarded."""
+def plain_policy_name(record: Record) -> str:
+    """The policy of a record, from its configuration."""
     policy = record.config.get("policy")
     name = policy.get("name", "?") if isinstance(policy, dict) else policy
-    return ("?" if name is None else str(name)) + (" with a guard" if record.activity.get("guard") else "")
+    return "?" if name is None else str(name)
+
+
+def policy_name(record: Record) -> str:
+    """The same for titles and labels: it says whether the policy was guarded."""
+    return plain_policy_name(record) + (" with a guard" if record.activity.get("guard") else "")
 
 
 def budget_text(record: Record) -> str:

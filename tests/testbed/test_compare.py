@@ -111,6 +111,25 @@ def test_other_baseline_is_paired_by_seed_and_sample(tmp_path: Path) -> None:
         compare([tmp_path], baseline="c")
 
 
+def test_a_guard_is_named_and_in_the_way_of_no_baseline(tmp_path: Path) -> None:
+    guarded: dict[str, Any] = {"activity": {"guard": {"probes": 1}}, "detail": {"guard": True}}
+    put(tmp_path, "attention", [0, 0], 0.5)
+    put(tmp_path, "snapkv", [1, 0], 0.75, **guarded)
+    put(tmp_path, "snapkv", [0, 0], 0.25)
+    put(tmp_path, "quest", [1, 1], 0.25, **guarded)
+    put(tmp_path, "full", [1, 1], **guarded)
+    names = ["full with a guard", "attention", "quest with a guard", "snapkv", "snapkv with a guard"]
+    for baseline, deltas in (
+        ("full", [0, -1, 0, -1, -0.5]),
+        ("quest", [0, -1, 0, -1, -0.5]),
+        ("snapkv", [1, 0, 1, 0, 0.5]),
+        ("snapkv with a guard", [0.5, -0.5, 0.5, -0.5, 0]),
+    ):
+        rows = compare([tmp_path], baseline=baseline).rows
+        assert [row["policy"] for row in rows] == names
+        assert [row["score.delta"] for row in rows] == deltas
+
+
 def test_seeds_are_pooled_and_other_keys_are_not(tmp_path: Path) -> None:
     put(tmp_path, "a", [1, 1], seed=0)
     put(tmp_path, "a", [0, 0], seed=1)
