@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from testbed.engine.reclassify import Reclassifying, summary
+from policies.base import Reclassifying
+from testbed.engine.reclassify import summary
 from testbed.experiment import Experiment, Outcome
 from testbed.heads.verdict import label
 from testbed.results import stats

@@ -42,10 +42,6 @@ class Progress:
             self._say(f"{what} ...")
         self._what = what
 
-    def advance(self, units: float) -> None:
-        """Some units more."""
-        self._bar.advance(self._task, units)
-
     def fraction(self, what: str, done: float) -> None:
         """A phase of which only the done fraction is known."""
         if what != self._what:
