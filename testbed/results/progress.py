@@ -42,13 +42,22 @@ class Progress:
             self._say(f"{what} ...")
         self._what = what
 
+    def advance(self, units: float) -> None:
+        """Some units more."""
+        self._bar.advance(self._task, units)
+        self._go_on()
+
     def fraction(self, what: str, done: float) -> None:
         """A phase of which only the done fraction is known."""
         if what != self._what:
             self.start(what, 1.0)
         self._bar.update(self._task, completed=done)
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Without a terminal a long phase says how far it is."""
         if not self._live and time.monotonic() - self._said_s > QUIET_S:
-            self._say(f"{what} ... {done:.0%}")
+            self._say(f"{self._what} ... {self._bar.tasks[self._task].percentage:.0f}%")
 
     def _say(self, line: str) -> None:
         self._console.print(line, markup=False)

@@ -12,7 +12,8 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
     with Progress() as bar:
         for done in (0.1, 0.25, 1.0):
             bar.fraction("essays", done)
-        bar.fraction("code", 0.5)
+        bar.start("code", 8)
+        bar.advance(4)
         bar.note("kept")
     return capsys.readouterr().err.splitlines()
 
