@@ -73,7 +73,9 @@ class Group:
 
 def _listed(folder: str) -> str:
     root = data_dir()
-    files = [] if root is None else sorted(path for path in (root / folder).rglob("*") if path.is_file())
+    if root is None:
+        return "not there"
+    files = sorted(path for path in (root / folder).rglob("*") if path.is_file())
     if not files:
         return "not there"
     listed = "".join(f"{path.relative_to(root)} {path.stat().st_size}\n" for path in files)
