@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import os
 import shutil
@@ -26,9 +25,11 @@ import sys
 import tempfile
 import unicodedata
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from testbed.files import locked
 
 _CHUNK_BYTES = 1 << 20
 
@@ -132,7 +133,7 @@ def ensure(asset: Asset) -> Path:
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _lock(root / ".lock"):
+        with locked(root / ".lock", lambda: _say("waiting for another process that is fetching assets")):
             # Another process may have made it while this one waited.
             if not target.is_dir():
                 _make(asset, root, target)
@@ -174,18 +175,6 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """One process at a time; the kernel lets go of the lock when its holder dies."""
-    with path.open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _say("waiting for another process that is fetching assets")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def download(wheel: Wheel, folder: Path) -> Path:

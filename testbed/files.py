@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all.
+"""Files that are written whole or not at all, and by one process at a time.
 
 with replacing(path) as partial:
     partial.write_text(text)
@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -26,6 +27,23 @@ def target_of(path: Path) -> Path:
     if (path.exists() and not path.is_file()) or target.is_symlink():  # still one: it leads to itself
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return target
+
+
+@contextlib.contextmanager
+def locked(path: Path, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """One process at a time; the kernel lets go of the lock when its holder dies.
+
+    Args:
+        path: of the lock's own file, in a folder that is there.
+        waiting: called where another process holds it.
+    """
+    with path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

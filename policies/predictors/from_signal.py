@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies.base import PolicyError, Signals
-from policies.checks import page_signal
+from policies.base import Signals
+from policies.checks import page_signal, require_name
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,7 @@ class FromSignal:
 
     def __post_init__(self) -> None:
         """Refuses a name that is none."""
-        if not isinstance(self.signal, str) or not self.signal.isidentifier():
-            raise PolicyError(f"FromSignal.signal={self.signal!r}: must be the name of a signal")
+        require_name(self, "signal")
 
     @property
     def needs(self) -> frozenset[str]:

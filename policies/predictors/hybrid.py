@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from policies.base import PolicyError, Signals
-from policies.checks import page_signal, require_number, require_whole
+from policies.base import Signals
+from policies.checks import page_signal, require_name, require_number, require_whole
 from policies.predictors.rules import RULE_SIGNALS, core_pages, fixed_pages
 
 
@@ -35,8 +35,7 @@ class Hybrid:
 
     def __post_init__(self) -> None:
         """Refuses negative numbers, and a name that is none."""
-        if not isinstance(self.signal, str) or not self.signal.isidentifier():
-            raise PolicyError(f"Hybrid.signal={self.signal!r}: must be the name of a signal")
+        require_name(self, "signal")
         require_whole(self, "sink_tokens", 0)
         require_whole(self, "last_tokens", 0)
         require_number(self, "rule_nats", 0)

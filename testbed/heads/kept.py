@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from testbed import files
 from testbed.assets import cache_dir
 from testbed.heads.headmap import HeadMap, HeadMapError, read_verdict
 from testbed.results.record import write_atomically
@@ -48,8 +48,7 @@ def locked() -> Iterator[None]:
     """One process at a time reads and replaces a head map or the verdicts that are kept."""
     path = cache_dir() / "headmaps" / ".lock"
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # the kernel lets go of it when its holder dies
+    with files.locked(path):
         yield
 
 

@@ -29,7 +29,7 @@ from testbed.heads.judge import Verdict, judge, reason
 from testbed.heads.kept import add, keep, kept, lines
 from testbed.heads.library import head_measures
 from testbed.models.base import Decoder, Geometry
-from testbed.results.display import ABSENT, Sheet, value_text
+from testbed.results.display import ABSENT, Sheet, counted, value_text
 from testbed.results.progress import Progress
 from testbed.results.table import PLAIN_WIDTH, sheet_table
 from testbed.setup import build
@@ -190,8 +190,8 @@ def sheet(judged: Mapping[str, Judged]) -> Sheet:
         )
     some = next(iter(judged.values())).verdict
     title = (
-        f"Head maps against {some.random_maps} random ones of the same bytes, {_counted(some.samples, 'needle')} "
-        f"in {_counted(some.contexts, 'context')}; KL to the full cache in nats"
+        f"Head maps against {some.random_maps} random ones of the same bytes, {counted(some.samples, 'needle')} "
+        f"in {counted(some.contexts, 'context')}; KL to the full cache in nats"
     )
     columns = (
         "classifier",
@@ -211,10 +211,6 @@ def sheet(judged: Mapping[str, Judged]) -> Sheet:
 def _known(text: str, *values: float) -> str:
     """The values in a text, or the sign of absence where nobody could tell one."""
     return text.format(*values) if all(map(math.isfinite, values)) else ABSENT
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def main(args: list[str]) -> None:

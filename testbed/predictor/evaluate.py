@@ -30,7 +30,6 @@ from torch import Tensor
 from policies.base import Predictor, Signals
 from testbed.commands import check_output, set_threads
 from testbed.compose import compose_named
-from testbed.engine.signals.core import LIGHT, NAMES
 from testbed.heads.differentiable import Differentiable
 from testbed.models.base import Decoder
 from testbed.predictor.agents import PHASES
@@ -38,7 +37,7 @@ from testbed.predictor.contribution import contributions, step_of
 from testbed.predictor.corpus import Document, contents, corpus_hash, documents, settings_of
 from testbed.predictor.drive import Course, Learn, Moment, drive
 from testbed.predictor.recall import SHARES, caught
-from testbed.predictor.recording import SINGLES, Recording, RecordingSettings, record
+from testbed.predictor.recording import FEATURES, SINGLES, Recording, RecordingSettings, record
 from testbed.predictor.report import LEARNED, ORACLE, tables
 from testbed.predictor.tally import CASES, Slice, Tallies
 from testbed.predictor.weights import find_weights, read_weights
@@ -326,10 +325,6 @@ def _flops(part: Predictor, moment: Moment, signals: Signals) -> float | None:
     return float(sum(counted)) if counted else None
 
 
-WEIGHTS = {"core_score": NAMES, "core_score_light": LIGHT}
-"""Signals that read trained weights, and the features of those."""
-
-
 def weights_said(decoder: Decoder, predictors: Mapping[str, Predictor]) -> dict[str, Any]:
     """Which trained weights predictors read: by signal the hash of their file, what they were trained on and how.
 
@@ -338,7 +333,7 @@ def weights_said(decoder: Decoder, predictors: Mapping[str, Predictor]) -> dict[
     """
     needs = frozenset().union(*(part.needs for part in predictors.values()))
     out = {}
-    for signal, names in WEIGHTS.items():
+    for signal, names in FEATURES.items():
         if signal in needs:
             path = find_weights(decoder, names)
             about = read_weights(path)[1]

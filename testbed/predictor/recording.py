@@ -28,6 +28,7 @@ from testbed.assets import cache_dir
 from testbed.code import code_of
 from testbed.engine.session import Session
 from testbed.engine.signals import Observed
+from testbed.engine.signals.core import LIGHT, NAMES
 from testbed.heads.differentiable import Differentiable
 from testbed.models.base import Decoder
 from testbed.predictor.contribution import contributions, step_of
@@ -46,6 +47,8 @@ SINGLES = {
     "tova": "last_mass",
 }
 """Predictors that are one signal, and which; the learned one has to beat the best of them."""
+FEATURES = {"core_score": NAMES, "core_score_light": LIGHT}
+"""Signals that read trained weights, and the features of those."""
 SIGNALS = "testbed.engine.signals"
 LARGEST = 60_000.0  # features are kept in float16
 Progress = Callable[[str, float], None]
@@ -155,7 +158,9 @@ class Recording:
         return len(self.features)
 
     def of(self, names: Sequence[str]) -> Recording:
-        """The same with some of the features only, in the order of names."""
+        """The same with some of the features only, in the order of names; with all of them nothing is copied."""
+        if tuple(names) == self.names:
+            return self
         columns = [self.names.index(name) for name in names]
         return replace(self, names=tuple(names), features=self.features[..., columns])
 

@@ -22,13 +22,13 @@ from torch import Tensor
 
 from testbed.commands import check_output, set_threads
 from testbed.compose import compose_named
-from testbed.engine.signals.core import LIGHT, NAMES
+from testbed.engine.signals.core import LIGHT
 from testbed.models.base import Decoder
 from testbed.predictor.corpus import documents, settings_of
 from testbed.predictor.drive import Course
 from testbed.predictor.network import Network, NetworkShape, layer_groups
 from testbed.predictor.recall import SHARES, caught
-from testbed.predictor.recording import Recording, RecordingSettings, data_hash, record
+from testbed.predictor.recording import FEATURES, Recording, RecordingSettings, data_hash, record
 from testbed.predictor.weights import About, file_name, trained_path, write_weights
 from testbed.results.progress import Progress as Bar
 from testbed.setup import build
@@ -281,7 +281,7 @@ def main(args: Sequence[str]) -> None:
     with Bar() as bar:
         learnt = record(decoder, parts["train"], settings, course, bar.fraction)
         judging = record(decoder, parts["test"], replace(settings, points=0), course, bar.fraction) if cfg.judge else []
-        for names in (NAMES, LIGHT):
+        for names in FEATURES.values():
             chosen = [recording.of(names) for recording in learnt]
             result = train(chosen, geometry.layers, geometry.kv_heads, config, bar.fraction)
             judged = judge(result.network, [recording.of(names) for recording in judging])

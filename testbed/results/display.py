@@ -54,6 +54,11 @@ def number_text(number: Number | None, interval: bool = True) -> str:
     return f"{text} [{low}, {high}]"
 
 
+def counted(number: int, what: str) -> str:
+    """So many of something, as "1 sample" and "2 samples"."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def plain_policy_name(record: Record) -> str:
     """The policy of a record, from its configuration."""
     policy = record.config.get("policy")

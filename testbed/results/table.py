@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from testbed.results import notices, tiers
-from testbed.results.display import ABSENT, Sheet, number_text, policy_name
+from testbed.results.display import ABSENT, Sheet, counted, number_text, policy_name
 from testbed.results.record import Number, Record
 
 PLAIN_WIDTH = 132
@@ -115,8 +115,8 @@ def show(record: Record, file: TextIO | None = None) -> None:
 
 def _counted(record: Record) -> str:
     """How many samples there are, and of how many contexts."""
-    contexts = len({sample.get("context_id") for sample in record.samples})
-    return f"{len(record.samples)} samples of {contexts} context{'' if contexts == 1 else 's'}"
+    contexts = {sample.get("context_id") for sample in record.samples}
+    return f"{counted(len(record.samples), 'sample')} of {counted(len(contexts), 'context')}"
 
 
 def sheet_table(sheet: Sheet) -> Table:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import resource
 import stat
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from full_disk import no_file_beyond
 from safetensors.torch import load_file
 
 from testbed.results.record import RecordError, write_atomically
@@ -28,17 +27,6 @@ def tensors(path: Path) -> None:
 
 
 WRITERS = pytest.mark.parametrize("write", [text, tensors])
-
-
-@contextmanager
-def no_file_beyond(size_bytes: int) -> Iterator[None]:
-    """Stands for a full disk: the kernel refuses the write half-way."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @WRITERS

@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import json
 import os
-import resource
 import signal
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 import warm
 from archive_case import ABOUT, ENGINES, FORMATS, blobs_of, open_file, pools_of, takes
+from full_disk import no_file_beyond
 from torch import Tensor
 
 from testbed.cache.archive import ArchiveAbout, ArchiveError, CorruptPages, FilePool, PageFile, check_archive, system
@@ -485,17 +485,6 @@ def test_descriptions_that_no_header_takes(change: dict[str, object], says: str)
 def test_the_longest_description_fits() -> None:
     about = ArchiveAbout("\N{GRINNING FACE}" * 256, 9999, 9999, 9999, 64, {f"format{i}": 1 << 20 for i in range(9)})
     assert len(Header(about, 1 << 20).packed()) == HEADER_BYTES
-
-
-@contextmanager
-def no_file_beyond(size_bytes: int) -> Iterator[None]:
-    """The system lets no file grow further, as a full disk would."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("room_bytes", [0, 1000])

@@ -19,7 +19,7 @@ from testbed.cache.layout import CacheConfig, Hot
 from testbed.compose import compose_policy
 from testbed.engine.signals import SignalContext
 from testbed.heads import kept, trial, verdict
-from testbed.heads.headmap import HeadMap, HeadMapError, Measured
+from testbed.heads.headmap import HeadMap, HeadMapError
 from testbed.heads.judge import further_map, judge, reason
 from testbed.heads.trial import Trial, TrialConfig
 from testbed.models import load
@@ -218,29 +218,10 @@ def test_the_command_judges_keeps_and_labels(
     save_model(tmp_path / "model")
     save_text(tmp_path / "text")
     decoder = load(str(tmp_path / "model"), name="tiny", dtype="float32", device="cpu")
-    shape = (decoder.geometry.layers, decoder.geometry.kv_heads)
-    score = torch.arange(4.0).reshape(shape)
-    measured = Measured(score, score, score, score, 1, "needle", "score")
     path = tmp_path / "map.json"
-    HeadMap.of(decoder, {"retrieval_score": measured, "head_entropy": measured}, {}).write(path)
-    verdict.main(
-        [
-            str(path),
-            "classifiers=[retrieval,stride]",
-            "model=hf",
-            f"model.path={tmp_path / 'model'}",
-            "model.name=tiny",
-            "model.device=cpu",
-            "threads=1",
-            "trial.lengths=[150]",
-            "trial.depths=[0.1]",
-            "trial.contexts=1",
-            "trial.texts=1",
-            "trial.random_maps=19",
-            f"trial.text={tmp_path / 'text'}",
-            "cache.hot_tokens=32",
-        ]
-    )
+    tiny.scored_map(decoder, "retrieval_score", "head_entropy").write(path)
+    given = [*tiny.model_words(tmp_path / "model"), *tiny.trial_words(tmp_path / "text")]
+    verdict.main([str(path), "classifiers=[retrieval,stride]", *given])
     out = capsys.readouterr().out
     assert "retrieval: not better than random" in out
     head_map = HeadMap.read(path)

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import tiny_heads as tiny
 from tiny_run import save_model, save_text
 
 from policies.classifiers.by_measure import ByMeasure
 from testbed.heads import analyse, kept, recommend, show, verdict
-from testbed.heads.headmap import HeadMap, HeadMapError, Measured
+from testbed.heads.headmap import HeadMap, HeadMapError
 from testbed.models import load
 from testbed.models.hf import HfDecoder
 
@@ -36,25 +36,12 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def path(tmp_path: Path, decoder: HfDecoder) -> Path:
-    score = torch.arange(4.0).reshape(decoder.geometry.layers, decoder.geometry.kv_heads)
-    measured = Measured(score, score, score, score, 1, "needle", "score")
-    HeadMap.of(decoder, {"retrieval_score": measured}, {}).write(tmp_path / "map.json")
+    tiny.scored_map(decoder, "retrieval_score").write(tmp_path / "map.json")
     return tmp_path / "map.json"
 
 
 def judge(path: Path, decoder: HfDecoder, *more: str) -> None:
-    given = [
-        "classifiers=[retrieval]",
-        "threads=1",
-        "trial.lengths=[150]",
-        "trial.depths=[0.1]",
-        "trial.contexts=1",
-        "trial.texts=1",
-        "trial.random_maps=19",
-        f"trial.text={folder(decoder) / 'text'}",
-        "cache.hot_tokens=32",
-        *model(decoder),
-    ]
+    given = ["classifiers=[retrieval]", *tiny.trial_words(folder(decoder) / "text"), *model(decoder)]
     verdict.main([str(path), *given, *more])
 
 
@@ -63,7 +50,7 @@ def folder(decoder: HfDecoder) -> Path:
 
 
 def model(decoder: HfDecoder) -> list[str]:
-    return ["model=hf", f"model.path={folder(decoder) / 'model'}", "model.name=tiny", "model.device=cpu"]
+    return tiny.model_words(folder(decoder) / "model")
 
 
 def strict(path: Path) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers as tf
 from torch import Tensor
 
+from testbed.heads.headmap import HeadMap, Measured
 from testbed.models import wrap
 from testbed.models.hf import HfDecoder
 
@@ -64,3 +66,21 @@ def oracle(ids: list[int], masks: Mapping[int, Tensor], seed: int = 0, **options
         )
     with torch.no_grad():
         return model(input_ids=torch.tensor([ids]), use_cache=False, output_hidden_states=True, **options)
+
+
+def model_words(folder: Path) -> list[str]:
+    """What names a saved model to a command."""
+    return ["model=hf", f"model.path={folder}", "model.name=tiny", "model.device=cpu"]
+
+
+def trial_words(text: Path) -> list[str]:
+    """The smallest trial of head maps that there is, on such a text."""
+    sizes = ["trial.lengths=[150]", "trial.depths=[0.1]", "trial.contexts=1", "trial.texts=1", "trial.random_maps=19"]
+    return ["threads=1", *sizes, f"trial.text={text}", "cache.hot_tokens=32"]
+
+
+def scored_map(decoder: HfDecoder, *names: str) -> HeadMap:
+    """A map whose measures rank the heads in order."""
+    score = torch.arange(4.0).reshape(decoder.geometry.layers, decoder.geometry.kv_heads)
+    measured = Measured(score, score, score, score, 1, "needle", "score")
+    return HeadMap.of(decoder, dict.fromkeys(names, measured), {})
